@@ -1,21 +1,21 @@
-"""Runs the operations that a process requests: handles, the thread that works in the background, execution.
+"""Runs the operations that a process requests: handles, the background thread, execution.
 
 Theory
 ------
 A rank that waits for nothing sends nothing. A rank that waits for an operation takes part in rounds until it is done.
-A round is a collective: it begins when all ranks have come to it, and ends with the same results on all of them
-(`negotiator`). Operations that are ready run at once, in the same thread; a rank whose operation is not ready enters
-the next round. A rank that is absent from a round waits for nothing, and comes as soon as it does.
+A round is a collective: it starts when all ranks have arrived, and ends with the same results on all of them
+(`negotiator`). Operations that are ready run immediately, in the same thread; a rank whose operation is not ready
+enters the next round. A rank that is absent from a round waits for nothing, and arrives as soon as it does.
 
-One thread at a time *drives*, that is, takes part in rounds. A thread that waits for a handle drives itself, without a
-change of threads. If no thread waits (`*_async`, while the program computes), a background thread drives, which is
-started with the first asynchronous operation and sleeps while nothing is requested.
+One thread at a time *drives*, that is, takes part in rounds. A thread that waits for a handle drives itself, which
+avoids a thread switch. If no thread waits (`*_async`, while the program computes), a background thread drives. It
+starts with the first asynchronous operation and sleeps while nothing is requested.
 
 Locks
 -----
-`_changed` protects what has been requested and the state of the threads; it is held for short updates only. `_driving`
-is held by the thread that drives and protects the communicator and the negotiator. A thread that holds `_driving` may
-take `_changed`, never the reverse.
+`_changed` protects the requests and the state of the threads; it is held for short updates only. `_driving` is held by
+the thread that drives and protects the communicator and the negotiator. A thread that holds `_driving` may acquire
+`_changed`, never the reverse.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from phalanx.monitoring import timeline
 
 
 class OperationHandle:
-    """One operation that was requested. `Controller.wait` waits for its result."""
+    """A requested operation. `Controller.wait` waits for its result."""
 
     __slots__ = ("done", "error", "part", "request", "requested_at")
 
@@ -55,27 +55,27 @@ class OperationHandle:
         self.requested_at = time.monotonic()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """The operation is done, or has failed."""
-        # `done` comes last: threads read it without a lock, and then `error` and the part's result.
+        """Mark the operation as done, or as failed."""
+        # `done` is set last: threads read it without a lock, and then `error` and the part's result.
         self.error, self.done = error, True
 
 
 class Controller:
-    """The operations of this process among the ranks of a communicator.
+    """The operations of this process on a communicator.
 
     All public methods may be called from any thread.
 
     Args:
-        communicator: used by nothing else from now on, and closed by the controller.
+        communicator: The communicator. The controller closes it, and nothing else may use it.
         environment: Horovod's variables.
-        timeout_s: seconds after which an operation that other ranks do not request ends the job.
-        names: of the ranks, for messages.
-        tune: if given, threshold and cycle time of `environment` only start a search for better ones, with which this
-            is called at the end; given on all ranks or on none.
+        timeout_s: Seconds after which an operation that other ranks do not request ends the job.
+        names: Names of the ranks for messages.
+        tune: If given, the threshold and cycle time of `environment` are the start of a search for better ones, and
+            this is called with the search when it ends; given on all ranks or on none.
 
     Attributes:
-        communicator: of the ranks.
-        automatic_names: counters of the operations without a name, by kind.
+        communicator: The communicator of the ranks.
+        automatic_names: Counters of the unnamed operations, by kind.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class Controller:
         self._driving = threading.Lock()
 
         self._changed = threading.Condition()  # protects what follows
-        # What this rank announces in each round. Only the thread that drives removes single ones, when they are done.
+        # What this rank announces in each round. Only the thread that drives removes single entries, when done.
         self._waiting: dict[str, OperationHandle] = {}
         self._queued: dict[str, deque[OperationHandle]] = {}  # under automatic names that are still in use
-        self._join: OperationHandle | None = None  # wakes no thread: its caller waits, and so drives
-        self._failure: BaseException | None = None  # the first cause; set once, after which no round begins
+        self._join: OperationHandle | None = None  # wakes no thread: the waiting caller drives
+        self._failure: BaseException | None = None  # the first cause; set once, after which no round starts
         self._is_stopped = False
-        self._thread: threading.Thread | None = None  # from the first asynchronous operation on
+        self._thread: threading.Thread | None = None  # started by the first asynchronous operation
         self._is_idle = False  # whether the background thread sleeps
-        self._waiters = 0  # threads that wait for another one that drives
+        self._waiters = 0  # number of threads that wait while another one drives
 
     # --------------------------------------------------------------------------------------------- requesting, waiting
 
@@ -112,10 +112,10 @@ class Controller:
         """Request an operation. The part's arrays belong to it until it is done.
 
         Args:
-            request: what must be equal on all ranks.
-            part: this rank's arrays.
-            wake: whether to wake the background thread; False if the caller waits at once.
-            queue: whether an operation whose name is in use begins when the other is done; else that is an error.
+            request: What must be equal on all ranks.
+            part: This rank's arrays.
+            wake: Whether to wake the background thread; False if the caller waits immediately.
+            queue: Whether an operation whose name is in use starts when the other is done; otherwise this is an error.
 
         Raises:
             DuplicateNameError: an operation of that name is in progress.
@@ -138,7 +138,7 @@ class Controller:
         return handle
 
     def join(self) -> int:
-        """Count as zeros in the others' reductions until all ranks have joined; returns the last rank that did."""
+        """Contribute zeros to reductions until all ranks have joined; return the last rank that did."""
         handle = OperationHandle(Request("join", "join"), FusedPart(()))
         with self._changed:
             self._check_usable()
@@ -150,7 +150,7 @@ class Controller:
         return last
 
     def wait(self, handle: OperationHandle) -> None:
-        """Return when an operation is done, with its result in `handle.part.result`.
+        """Wait until an operation is done. Its result is in `handle.part.result`.
 
         Raises: HorovodInternalError if it failed.
         """
@@ -162,8 +162,8 @@ class Controller:
                     self._release()
             else:
                 with self._changed:
-                    # Counted before `_driving` is looked at, while `_release` looks at the count after it has released:
-                    # one of the two notices the other.
+                    # Counted before `_driving` is read, while `_release` reads the count after it has released the
+                    # lock: one of the two notices the other.
                     self._waiters += 1
                     self._changed.wait_for(lambda: handle.done or not self._driving.locked())
                     self._waiters -= 1
@@ -174,15 +174,15 @@ class Controller:
     def failure(self) -> BaseException | None:
         """Why collectives are no longer possible; None while they are.
 
-        Kept here because a caller may catch an error and raise it again without its `__cause__`, as Keras's `fit` does.
+        Stored because a caller may catch an error and raise it again without its `__cause__`, as Keras's `fit` does.
         """
         return self._failure
 
     def close(self, *, because: Exception | None = None) -> None:
-        """Stop; operations in progress fail. Safe to call twice.
+        """Stop the controller and fail the operations in progress. Safe to call twice.
 
         Args:
-            because: if given, the other ranks get it in their next collective, and must stop as well.
+            because: If given, the other ranks receive this error in their next collective, and must stop as well.
         """
         with self._changed:
             if self._is_stopped:
@@ -190,10 +190,10 @@ class Controller:
             self._is_stopped = True
             self._fail(PhalanxError("Horovod has been shut down."))
         if not self._driving.acquire(blocking=False):
-            # The round may wait for ranks that request nothing for minutes.
+            # The round may wait minutes for ranks that request nothing.
             self.communicator.runner.interrupt()
             self._driving.acquire()
-        # From here on no collective runs, and none begins: whatever drives now finds `_failure` set.
+        # No collective runs or starts after this line: any thread that drives finds `_failure` set.
         self._driving.release()
         if self._thread is not None:
             self._thread.join()
@@ -208,7 +208,7 @@ class Controller:
             raise HorovodInternalError.of(self._failure)
 
     def _wake(self) -> None:
-        """Let the background thread drive; called under `_changed`."""
+        """Wake or start the background thread, which then drives; called under `_changed`."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name=f"phalanx-horovod-{self.communicator.rank}", daemon=True
@@ -226,7 +226,7 @@ class Controller:
                 self._is_idle = False
                 if self._is_stopped:
                     return
-            # The program may be about to request more, or to wait and so to drive itself.
+            # The program may be about to request more, or to wait and drive itself.
             time.sleep(self._fusion.cycle_s)
             if self._driving.acquire(blocking=False):
                 try:
@@ -247,7 +247,7 @@ class Controller:
             try:
                 has_advanced = self._round()
             except BaseException as error:
-                # Ranks may be in different places of the round now, so nothing can follow it. The handles have the
+                # Ranks may now be at different points of the round, so no round can follow. The handles have the
                 # error; an interrupt is also raised where it hit the program.
                 with self._changed:
                     self._fail(error)
@@ -255,14 +255,14 @@ class Controller:
                     raise
                 return
             if not has_advanced:
-                # All ranks have come, and wait for different operations: one of them must request more first.
+                # All ranks have arrived and wait for different operations: one of them must request more first.
                 time.sleep(self._fusion.cycle_s)
 
     def _round(self) -> bool:
-        """Take part in one round and run what is ready; returns whether anything was."""
+        """Take part in one round and run the ready operations; return whether there were any."""
         with self._changed:
             waiting, joins = dict(self._waiting), self._join is not None
-        # Programs request more while this exchanges, which takes as long as the slowest rank: not under the lock.
+        # Without the lock: the exchange takes as long as the slowest rank, and programs request more meanwhile.
         results, last_joined = self._negotiator.negotiate(waiting, joins=joins)
         if last_joined is not None:
             self._finish_join(last_joined)
@@ -273,14 +273,17 @@ class Controller:
         with self._changed:
             handle, self._join = self._join, None
             assert handle is not None, "this rank has joined, too"
-            # Some ranks have made calls that others have not: from here on, all count from zero again.
+            # Some ranks have made calls that others have not, so all restart their counters at zero.
             self.automatic_names.clear()
             handle.part.result = last
             handle.finish()
 
     def _execute(self, results: Sequence[NegotiationResult], waiting: Mapping[str, OperationHandle]) -> None:
-        """Run what is ready, with this rank's handles of the round: what `_waiting` holds by now may be less, after
-        `close`, or newer, after `join`, and this rank would bring zeros, or what was not negotiated."""
+        """Run the ready operations with this rank's handles of the round.
+
+        `_waiting` may have changed since: after `close` it holds fewer handles, so this rank would contribute zeros;
+        after `join`, newer ones that were not negotiated.
+        """
         for result in results:
             if result.error:
                 error = HorovodInternalError.of(CollectiveMismatchError(result.error))
@@ -294,14 +297,14 @@ class Controller:
                 _record(handles, started)
             self._finish([request.name for request in batch], waiting)
         if self._tuner is not None and ready:
-            # The time of a round counts for the present settings; the next round may use others.
+            # The time of a round counts toward the current settings; the next round may use others.
             self._tuner.record_round(sum(request.nbytes for request in ready))
             self._fusion = self._tuner.settings
             if self._tuner.is_finished:
                 self._tuner = None
 
     def _maximum(self, numbers: Sequence[float]) -> list[float]:
-        # A collective between two rounds: the tuner asks on all ranks after the same one.
+        # A collective between two rounds: the tuner calls this on all ranks after the same round.
         (merged,) = self.communicator.all_reduce([np.array(numbers)], ReduceOp.MAX)
         return [float(number) for number in merged]
 
@@ -314,7 +317,7 @@ class Controller:
                 stalls.forget(name)
                 handle = waiting.get(name)
                 if handle is None or self._waiting.get(name) is not handle:
-                    continue  # this rank has joined, or every handle has failed meanwhile
+                    continue  # this rank has joined, or all handles have failed meanwhile
                 del self._waiting[name]
                 handle.finish(error)
                 if name in self._queued:
@@ -325,7 +328,7 @@ class Controller:
                 self._changed.notify_all()
 
     def _fail(self, cause: BaseException) -> None:
-        """Make collectives impossible: every handle gets an error of its own with the first cause."""
+        """Disable collectives. Every handle gets a separate error with the first cause."""
         self._failure = self._failure or cause
         queued = (each for queue in self._queued.values() for each in queue)
         for handle in (*self._waiting.values(), *queued, self._join):
@@ -338,7 +341,7 @@ class Controller:
 
 
 def _record(handles: Sequence[OperationHandle | None], started_ns: int) -> None:
-    """Record in the timeline how long operations were negotiated, and how long they took together."""
+    """Record in the timeline how long operations were negotiated, and how long they took when fused."""
     ended_ns = timeline.now()
     for handle in handles:
         if handle is not None:

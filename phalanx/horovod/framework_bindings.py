@@ -1,10 +1,10 @@
-"""Horovod's functions of tensors, made from the table of collectives (`operations`) for each framework.
+"""Horovod's tensor functions, built from the table of collectives (`operations`) for each framework.
 
-A function is one of five verbs in one of several forms, which its name tells: `grouped_` takes several tensors that
+A function is one of five verbs in one of several forms. Its name states the form: `grouped_` takes several tensors that
 travel together, `_async` returns a handle instead of the result, and a trailing underscore writes the result into the
-tensors given. `make_function` makes any of them from its name. Each of Horovod's modules has the parameters in another
-order; those of `horovod.torch` are the default here. What else differs between frameworks is behind two functions of
-each, `Run` and `Start`.
+given tensors. `make_function` creates any of them from its name. The order of the parameters differs between Horovod's
+modules; the order of `horovod.torch` is the default here. Two functions of each framework, `Run` and `Start`, hide all
+other differences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tensor = Any
 
 
 Run = Callable[[OperationKind, Sequence[Tensor], Arguments, Any], list[Tensor]]
-"""`run(kind, tensors, arguments, compression)` returns the result of a collective, new tensors, differentiable if the
+"""`run(kind, tensors, arguments, compression)` returns the result of a collective as new tensors, differentiable if the
 framework differentiates. An alltoall has a second result, the number of rows received from each rank."""
 
 Start = Callable[..., PendingResult]
@@ -35,12 +35,12 @@ Start = Callable[..., PendingResult]
 
 
 class ArrayFramework:
-    """A framework whose tensors become arrays and back by two functions, without gradients: NumPy, JAX, Keras.
+    """A framework whose tensors two functions convert to arrays and back, without gradients: NumPy, JAX, Keras.
 
     Args:
-        module: name of the module that the functions are for.
-        to_array: the values of a tensor; the array is not written to.
-        from_array: a tensor of a new array.
+        module: Name of the module that gets the functions.
+        to_array: Function that returns the values of a tensor; the array is not written to.
+        from_array: Function that converts a new array to a tensor.
     """
 
     def __init__(self, module: str, to_array: Callable[[Tensor], Array], from_array: Callable[[Array], Tensor]):
@@ -58,7 +58,7 @@ class ArrayFramework:
             return results
 
         arrays = list(map(self._to_array, tensors))
-        # An alltoall has a result more than inputs, so they cannot be decompressed in pairs.
+        # An alltoall has one more result than inputs, so results cannot be decompressed in pairs.
         results = reduce(arrays) if kind is OperationKind.ALLTOALL else compressed(compression, arrays, reduce)
         return list(map(self._from_array, results))
 
@@ -100,8 +100,8 @@ def check_integers_preserved(array: Array, dtype: str) -> None:
     """Raise ConfigurationError if integers do not fit into 32 bits, to which JAX truncates them.
 
     Args:
-        array: the values.
-        dtype: name of the dtype of the tensor that was made of the array.
+        array: The values.
+        dtype: Name of the dtype of the tensor that was created from the array.
     """
     if array.dtype.kind not in "iu" or dtype == array.dtype.name or not array.size:
         return
@@ -129,7 +129,7 @@ _DEFAULTS: dict[str, Any] = {
     "process_set": global_process_set,
     "splits": None,
 }
-"""Parameters that are not here have no default."""
+"""Defaults by parameter; other parameters are required."""
 
 _PARAMETERS = {
     OperationKind.ALLREDUCE: "average name compression op prescale_factor postscale_factor process_set",
@@ -138,13 +138,13 @@ _PARAMETERS = {
     OperationKind.ALLTOALL: "splits name process_set",
     OperationKind.REDUCESCATTER: "name compression op process_set prescale_factor postscale_factor",
 }
-"""As in `horovod.torch`, after the tensor or tensors. Forms that are asynchronous or in place do not compress."""
+"""Parameters that follow the tensors, as in `horovod.torch`. Asynchronous and in-place forms do not compress."""
 
 ARRAY_FUNCTIONS = [
     *(f"{kind}{suffix}" for kind in _PARAMETERS for suffix in ("", "_async")),
     *(f"grouped_{verb}{suffix}" for verb in ("allreduce", "allgather", "reducescatter") for suffix in ("", "_async")),
 ]
-"""Names of the functions that every framework with asynchronous operations has."""
+"""Names of the functions of every framework with asynchronous operations."""
 
 _SUMMARIES = {
     OperationKind.ALLREDUCE: "Reduce each tensor over the ranks; every rank gets the result.",
@@ -178,8 +178,8 @@ class _Parameters:
     """The parameters of a function. Binds arguments like `inspect.Signature.bind`, but in less than a microsecond.
 
     Args:
-        names: in order.
-        defaults: values by name; other parameters are required.
+        names: Names in order.
+        defaults: Default values by name; other parameters are required.
     """
 
     def __init__(self, names: Sequence[str], defaults: Mapping[str, Any]):
@@ -189,14 +189,14 @@ class _Parameters:
         )
         self._names = names
         self._defaults = defaults
-        # By the number of positional arguments: what may still be given by name.
+        # Names that may still be passed as keywords, by number of positional arguments.
         self._after = [frozenset(names[count:]) for count in range(len(names) + 1)]
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The values of all parameters by name. Raises TypeError if the arguments do not fit to them."""
+        """Return the values of all parameters by name. Raises TypeError if the arguments do not match them."""
         values = {**self._defaults, **dict(zip(self._names, args, strict=False)), **kwargs}
         count, expected = len(args), len(self._names)
-        # A name that was also given by position is not among those that may follow.
+        # A name that was also passed by position is not among those that may follow.
         if count > expected or not kwargs.keys() <= self._after[count] or len(values) < expected:
             self.signature.bind(*args, **kwargs)  # raises
         return values
@@ -205,14 +205,14 @@ class _Parameters:
 def make_function(
     module: str, name: str, parameters: str | None = None, *, run: Run, start: Start | None = None
 ) -> Callable[..., Any]:
-    """One of Horovod's functions.
+    """Create one of Horovod's functions.
 
     Args:
-        module: name of the module that it is for, where pickle finds it.
-        name: verb and form, as "grouped_allreduce_async_".
-        parameters: names of the parameters in order, the tensor or tensors first; None for those of `horovod.torch`.
-        run: the framework's collectives.
-        start: the framework's asynchronous collectives, if the form needs them.
+        module: Name of the function's module, where pickle finds it.
+        name: Verb and form, such as "grouped_allreduce_async_".
+        parameters: Names of the parameters in order, the tensor or tensors first; None for those of `horovod.torch`.
+        run: The framework's collectives.
+        start: The framework's asynchronous collectives, if the form needs them.
     """
     kind = OperationKind(name.removeprefix("grouped_").removesuffix("_").removesuffix("_async"))
     is_grouped, is_async, in_place = name.startswith("grouped_"), "_async" in name, name.endswith("_")
@@ -262,7 +262,7 @@ def make_function(
 
 
 def _describe(kind: OperationKind, names: Sequence[str], *, is_async: bool, in_place: bool) -> str:
-    """The docstring of a function."""
+    """Return the docstring of a function."""
     returns = "a list of the results" if names[0] == "tensors" else "the result"
     if kind is OperationKind.ALLTOALL:
         returns = "the rows received; with `splits`, also how many came from each rank (int32)"

@@ -1,6 +1,6 @@
 """The job of this process, as Horovod's functions see it: joined by `init`, left by `shutdown`.
 
-The cluster is found as for a strategy (TF_CONFIG, which `phalanx run` sets; Slurm, MPI, Kubernetes; otherwise this
+The cluster is resolved as for a strategy (TF_CONFIG, which `phalanx run` sets; Slurm, MPI, Kubernetes; otherwise this
 process is alone), but without Keras: a plain PyTorch program must not import it.
 """
 
@@ -41,19 +41,19 @@ from phalanx.runtime import process_exit, telemetry
 from phalanx.runtime.traffic_account import Traffic
 
 ENTRY = 0
-"""All members of an elastic job take part in a single entry, from `init` on (see `elastic.entry_results`)."""
+"""The single entry in which all members of an elastic job take part after `init` (see `elastic.entry_results`)."""
 
 
 class HorovodJob:
     """The members of the job, a controller for all of them, and one for each process set that includes this process.
 
-    In an elastic job the members are those of one generation; `regroup` leads to the next one. Implements
+    In an elastic job these are the members of one generation; `regroup` moves to the next one. Implements
     `generation_loop.Participant`.
 
     Attributes:
-        membership: all members of the job.
-        controllers: by number of the process set; 0 is the whole job.
-        needs_state: whether the members have a state that this process has not received yet.
+        membership: All members of the job.
+        controllers: Controllers by number of the process set; 0 is the whole job.
+        needs_state: Whether the members have a state that this process has not received yet.
     """
 
     def __init__(self, node: Node, environment: HorovodEnvironment):
@@ -61,9 +61,9 @@ class HorovodJob:
         self._environment = environment
         self._timeout_s = environment.end_s or node.config.timeout_s
         self.controllers: dict[int, Controller] = {}
-        self._memberships: dict[int, Membership] = {}  # of the process sets; that of the job is the node's
-        self._lost: PhalanxError | None = None  # found outside of an operation
-        self._pid = os.getpid()  # a fork inherits the links, and must not announce on them that it leaves
+        self._memberships: dict[int, Membership] = {}  # of the process sets; the node holds the job's
+        self._lost: PhalanxError | None = None  # detected outside of an operation
+        self._pid = os.getpid()  # a fork inherits the links, and must not announce on them that it is leaving
         self.needs_state = False
         self.membership = node.membership
         self._has_started = False
@@ -83,15 +83,14 @@ class HorovodJob:
 
     @property
     def lost(self) -> PhalanxError | None:
-        """The loss that has ended this generation; None while its members can work together."""
+        """The loss that ended this generation; None while its members can work together."""
         failures = [controller.failure for controller in self.controllers.values()]
         return self._lost or next((failure for failure in failures if isinstance(failure, LOSSES)), None)
 
     def regroup(self) -> None:
-        """Leave this generation of an elastic job; returns when the next one, to which this process belongs, has
-        formed.
+        """Leave this generation of an elastic job, and return when this process belongs to the next one.
 
-        It has only the global process set, no pending operations and no cached ones.
+        The next generation has only the global process set, and no pending or cached operations.
 
         Raises: EvictedError, RendezvousError if this process, or the job, cannot continue. SystemExit if fewer
             processes are requested.
@@ -100,17 +99,16 @@ class HorovodJob:
         assert node is not None, "only elastic jobs regroup"
         error = self.lost or PhalanxError("the members of the job change")
         self.abandon(error)
-        # Programs may be far apart between two operations: a member that did not answer need not be unreachable.
+        # Between two operations, programs may be far apart: a member that did not answer may still be reachable.
         node.links.take_unreachable()
         form_next_generation(node, self, error)
 
     def position(self) -> Position:
-        """See `Participant.position`. The members need not stand at the same operation: all return to where the first
-        of them has committed."""
+        """See `Participant.position`. Members may be at different operations: all return to the first rank's commit."""
         node = self.elastic
         assert node is not None
-        # A process that has not been a member of a generation that stood has the state only in the first one: all
-        # begin there with the same program.
+        # A process that has never been in a complete generation has the state only in the first one, where all start
+        # with the same program.
         return Position(0, True, self.needs_state if self._has_started else node.generation > 1)
 
     def start(self) -> None:
@@ -129,7 +127,7 @@ class HorovodJob:
         self._end(because=error)
 
     def _end(self, *, because: Exception | None = None, flush: bool = False) -> None:
-        # Controllers first: they say on the links of the memberships that this process leaves.
+        # Controllers first: they announce on the links of the memberships that this process is leaving.
         for controller in self.controllers.values():
             controller.close(because=because)
         for membership in self._memberships.values():
@@ -139,7 +137,7 @@ class HorovodJob:
     @property
     def traffic(self) -> Traffic:
         """The bytes sent and the time waited by this process, for monitoring. May be read from any thread."""
-        # A copy, made in one step of the interpreter: the program's thread adds and removes process sets.
+        # An atomic copy: the program's thread adds and removes process sets.
         statistics = [controller.communicator.statistics for controller in [*self.controllers.values()]]
         sent, on_links = sum(each.bytes_sent for each in statistics), sum(each.bytes_on_links for each in statistics)
         return Traffic(sent, on_links, step_reports.waited_s())
@@ -151,7 +149,7 @@ class HorovodJob:
 
     @property
     def is_protected(self) -> bool:
-        """Whether no one on the way can change what members send each other."""
+        """Whether messages between members are protected from changes in transit."""
         encryption, members = self._node.config.encryption, self.membership.members
         return (
             self._node.config.tls is not None
@@ -164,8 +162,8 @@ class HorovodJob:
         """Create a process set; all ranks of the job must call this with the same arguments.
 
         Args:
-            number: the number of the process set.
-            ranks: its members, as ranks of the whole job.
+            number: Number of the process set.
+            ranks: Its members, as ranks of the whole job.
 
         Raises: HorovodInternalError if the ranks' arguments differ, or a member is lost meanwhile.
         """
@@ -177,7 +175,7 @@ class HorovodJob:
         try:
             if links is not None and listener is not None:
                 listener.register(purpose, links)
-            # Behind this barrier all members accept links for the purpose, so no dialling comes too early.
+            # After this barrier, all members accept links for the purpose, so none dials too early.
             self._agree(f"add_process_set.{number}", str(list(ranks)))
             if links is not None:
                 links.dial(order)
@@ -193,30 +191,30 @@ class HorovodJob:
         finally:
             if links is not None and listener is not None:
                 listener.unregister(purpose)
-                if number not in self._memberships:  # it failed, after some links were made
+                if number not in self._memberships:  # failed after some links were established
                     links.close()
 
     def remove_process_set(self, number: int) -> None:
         """Remove a process set; all ranks of the job must call this."""
-        # Only once all ranks are here: closing earlier would fail operations of the set that others wait for.
+        # Only after all ranks arrive: closing earlier would fail operations of the set that others wait for.
         self._agree(f"remove_process_set.{number}", "")
         if (controller := self.controllers.pop(number, None)) is not None:
             controller.close()
             self._memberships.pop(number).close()
 
     def start_timeline(self, path: Path, *, marks_cycles: bool) -> None:
-        """Record this process from now on; rank 0 replaces the file.
+        """Start recording this process; rank 0 replaces the file.
 
         Args:
-            path: the file.
-            marks_cycles: whether to mark the cycles of the controller.
+            path: Path of the file.
+            marks_cycles: Whether to mark the cycles of the controller.
 
         Raises: as `timeline_relay.begin`.
         """
         timeline_relay.start_recording(self._node, path.absolute(), overwrite=True, marks_cycles=marks_cycles)
 
     def close(self) -> None:
-        """Leave the job; safe to call twice. Does nothing in a fork of this process, which is not a member."""
+        """Leave the job; safe to call twice. A fork of this process is not a member, so there this does nothing."""
         if os.getpid() != self._pid:
             return
         flush = not process_exit.has_failed()
@@ -236,7 +234,7 @@ class HorovodJob:
             membership,
             CommunicationOptions(timeout_seconds=self._timeout_s),
             config=CollectiveConfig(
-                stall_warning_s=math.inf,  # the controller watches for stalls itself
+                stall_warning_s=math.inf,  # the controller itself watches for stalls
                 autotune=config.autotune,
                 autotune_log=config.autotune_log if whole else None,
             ),
@@ -271,7 +269,7 @@ def is_joined() -> bool:
 
 
 def join_job() -> HorovodJob:
-    """Join the job; returns the same job if this process has joined it before.
+    """Join the job; return the same job if this process has already joined.
 
     Raises: as `phalanx.cluster.join`; ConfigurationError if a strategy of this process has joined the job before.
     """
@@ -287,7 +285,7 @@ def join_job() -> HorovodJob:
                 _job = HorovodJob(node, environment)
             except BaseException as error:
                 timeline_relay.stop_recording()
-                # A candidate that is not needed has finished; the others lose one that fails.
+                # A candidate that is not needed has finished; one that fails is lost to the others.
                 node.close(flush=isinstance(node, FixedNode) or isinstance(error, SystemExit))
                 raise
             process_exit.at_exit(leave_job)

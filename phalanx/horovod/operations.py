@@ -1,15 +1,15 @@
-"""The collectives on NumPy arrays, a row of one table each.
+"""The collectives on NumPy arrays, one table row each.
 
-A row (`Verb`) says what arrays a collective takes, what all ranks must agree on, and how its result is differentiated.
-`start` begins any of them and returns a `PendingResult`; `run` waits for the result. Several arrays in one call are a
-group: they start together and travel together. The arrays belong to the operation until it is done. The functions of
-all frameworks are built on these two (`framework_bindings`).
+A row (`Verb`) defines which arrays a collective takes, what all ranks must agree on, and its gradient. `start` starts
+any collective and returns a `PendingResult`; `run` waits for the result. Several arrays in one call form a group: they
+start and travel together. The arrays belong to the operation until it is done. The functions of all frameworks are
+built on these two (`framework_bindings`).
 
-Gradients are those that Horovod 0.28 defines for TensorFlow and PyTorch. The gradients of an allreduce and of an
-alltoall are the adjoint operations, which is right for a loss that is the sum of the ranks' losses. The gradients of an
-allgather and a broadcast are the adjoint divided by the number of ranks, which is right for the mean of the ranks'
-losses. The gradient of a reducescatter is the adjoint multiplied by the number of ranks, which is right for neither.
-These are Horovod's conventions, and programs rely on them.
+Gradients are defined as in Horovod 0.28 for TensorFlow and PyTorch. The gradients of allreduce and alltoall are the
+adjoint operations, which is correct for a loss that is the sum of the ranks' losses. The gradients of allgather and
+broadcast are the adjoint divided by the number of ranks, which is correct for the mean of the ranks' losses. The
+gradient of reducescatter is the adjoint multiplied by the number of ranks, which is correct for neither. Programs rely
+on these conventions.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ Adasum = HorovodOp.ADASUM
 """The adaptive sum over the ranks, for allreduces. Source: Maleki et al. 2020, "Scaling Distributed Training with
 Adaptive Summation"."""
 Min = HorovodOp.MIN
-"""The smallest value of any rank."""
+"""The minimum over the ranks."""
 Max = HorovodOp.MAX
-"""The largest value of any rank."""
+"""The maximum over the ranks."""
 Product = HorovodOp.PRODUCT
 """The product over the ranks."""
 
 AUTOMATIC_NAMES = 64
-"""Operations without a name are named by their number modulo this, so that their names repeat and are cached."""
+"""Modulus of the numbers that name unnamed operations, so that names repeat and are cached."""
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """The arguments of a collective besides its arrays. Each verb uses some of these.
+    """The arguments of a collective, without its arrays. Each verb uses some of them.
 
     Attributes:
-        name: identifies the operation among those that run at the same time; equal on all ranks. Without a name, the
-            n-th unnamed operation of a kind on one rank matches the n-th one on every other rank.
-        process_set: the ranks that take part.
-        op: how values are reduced. Averages of integers are truncated.
-        prescale_factor: multiplies the input; integers are truncated.
-        postscale_factor: multiplies the result; integers are truncated.
-        root_rank: the source of a broadcast: a rank of the job that is a member of the process set.
-        splits: number of rows that an alltoall sends to each rank; None or empty for equal parts.
-        detail: anything else that must be equal on all ranks, as text.
+        name: Identifier among concurrent operations; equal on all ranks. Without a name, the n-th unnamed operation of
+            a kind on one rank matches the n-th one on every other rank.
+        process_set: The ranks that take part.
+        op: The reduction. Averages of integers are truncated.
+        prescale_factor: Factor that multiplies the input; integers are truncated.
+        postscale_factor: Factor that multiplies the result; integers are truncated.
+        root_rank: The source of a broadcast: a rank of the job that is a member of the process set.
+        splits: Number of rows that an alltoall sends to each rank; None or empty for equal parts.
+        detail: Anything else that must be equal on all ranks, as text.
     """
 
     name: str | None = None
@@ -75,15 +75,15 @@ class Arguments(msgspec.Struct, frozen=True):
     detail: str = ""
 
     def for_gradient(self) -> Arguments:
-        """The arguments of the operation that computes the gradient."""
+        """Return the arguments of the operation that computes the gradient."""
         return msgspec.structs.replace(self, name=f"{self.name}.gradient" if self.name else None, splits=None)
 
 
 class PendingResult:
-    """A handle of an operation that has been started.
+    """The handle of a started operation.
 
     Attributes:
-        finish: converts the result to what the caller wants; called once, by the thread that waits.
+        finish: Function that converts the result for the caller; called once, by the thread that waits.
     """
 
     __slots__ = ("_controller", "_finished", "_handle", "_result", "finish")
@@ -96,11 +96,11 @@ class PendingResult:
         self.finish: Callable[[Any], Any] | None = None
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` would return immediately."""
         return self._handle.done
 
     def wait(self) -> Any:
-        """The result. Raises HorovodInternalError if the operation failed."""
+        """Wait for the result and return it. Raises HorovodInternalError if the operation failed."""
         if not self._finished:
             self._controller.wait(self._handle)
             result = self._handle.part.result
@@ -108,19 +108,20 @@ class PendingResult:
             self._finished = True
         return self._result
 
-    __call__ = wait  # what Horovod's `sparse_allreduce_async` returns is called for its result
+    __call__ = wait  # programs call the handle of Horovod's `sparse_allreduce_async` to get its result
 
 
 class Verb(NamedTuple):
     """A collective: one row of the table.
 
     Attributes:
-        check: raises ConfigurationError for arguments that the collective cannot work with: its kind, arrays,
-            arguments, number of ranks.
-        gradient: computes the gradients of the inputs: gradients of the results, arguments, and `rows` of `gradient`.
-        is_reduction: whether ranks must agree on `op` and the factors.
-        rows_may_differ: whether the arrays of two ranks may have different numbers of rows.
-        changes_rows: whether the result can have another number of rows than the input.
+        check: Function of the kind, arrays, arguments and number of ranks. Raises ConfigurationError for arguments that
+            the collective does not support.
+        gradient: Function that computes the gradients of the inputs from the gradients of the results, the arguments,
+            and `rows` (see `gradient` below).
+        is_reduction: Whether ranks must agree on `op` and the factors.
+        rows_may_differ: Whether the arrays of two ranks may have different numbers of rows.
+        changes_rows: Whether the number of rows of the result can differ from that of the input.
     """
 
     check: Callable[[OperationKind, Sequence[Array], Arguments, int], None]
@@ -140,14 +141,15 @@ def start(
 ) -> PendingResult:
     """Start a collective; the result is a list of arrays.
 
-    An alltoall takes one array, and its result is the received rows and how many came from each rank (int32).
+    An alltoall takes one array. Its result is the received rows and the number of rows from each rank (int32).
 
     Args:
-        kind: which collective.
-        arrays: equal in number and dtypes on all ranks, and in shapes except where the verb allows rows to vary.
-        arguments: equal on all ranks, except `splits`.
-        outs: contiguous arrays that receive the result, possibly `arrays` themselves; None for new ones.
-        wake: False if the caller waits immediately, which saves waking the background thread.
+        kind: The collective.
+        arrays: Arrays whose number and dtypes are equal on all ranks; so are shapes, unless the verb allows different
+            numbers of rows.
+        arguments: Arguments that are equal on all ranks, except `splits`.
+        outs: Contiguous arrays that receive the result, possibly `arrays` themselves; None for new arrays.
+        wake: Whether to wake the background thread; False if the caller waits immediately, which is faster.
 
     Raises:
         ConfigurationError: the arguments are invalid on this rank.
@@ -163,7 +165,7 @@ def start(
         splits = _row_counts(len(arrays[0]), arguments.splits, ranks)
     request = Request(
         _request_name(controller, kind, arguments.name),
-        kind._value_,  # `value` is a property in Python, and this path is a good part of a small operation
+        kind._value_,  # `value` is a Python property, and this path is a large part of a small operation
         tuple([name_of(array.dtype) for array in arrays]),
         tuple([(VARYING, *array.shape[1:]) if verb.rows_may_differ else array.shape for array in arrays]),
         arguments.op._value_ if verb.is_reduction else "",
@@ -173,8 +175,8 @@ def start(
         arguments.detail,
     )
     part = FusedPart(arrays, outs, splits or ())
-    # Automatic names repeat, so one before of this name may still run. A name that the program gives twice at the same
-    # time is a mistake.
+    # Automatic names repeat, so an earlier operation of this name may still run. A name that the program uses twice at
+    # the same time is an error.
     handle = controller.submit(request, part, wake=wake, queue=not arguments.name)
     return PendingResult(controller, handle)
 
@@ -182,7 +184,7 @@ def start(
 def run(
     kind: OperationKind, arrays: Sequence[Array], *, outs: Sequence[Array] | None = None, **arguments: Any
 ) -> list[Array]:
-    """The result of a collective; see `start` and `Arguments`."""
+    """Run a collective and return its result; see `start` and `Arguments`."""
     result: list[Array] = start(kind, arrays, Arguments(**arguments), outs=outs, wake=False).wait()
     return result
 
@@ -190,14 +192,14 @@ def run(
 def gradient(
     kind: OperationKind, gradients: Sequence[Array], arguments: Arguments, rows: Sequence[int] = ()
 ) -> list[Array]:
-    """The gradients of a collective's inputs; all members of the process set must call.
+    """Return the gradients of a collective's inputs; all members of the process set must call this.
 
     Args:
-        kind: the collective.
-        gradients: the gradients of its results.
-        arguments: those of the collective, `for_gradient`.
-        rows: for an allgather, how many rows this rank contributed to each result; for an alltoall, how many rows it
-            received from each rank.
+        kind: The collective.
+        gradients: The gradients of its results.
+        arguments: The `for_gradient` arguments of the collective.
+        rows: Numbers of rows. Allgather: what this rank contributed to each result. Alltoall: what it received from
+            each rank.
 
     Raises: UnsupportedError if the collective has no gradient for this `op`.
     """
@@ -205,29 +207,29 @@ def gradient(
 
 
 def changes_rows(kind: OperationKind) -> bool:
-    """Whether the result of a collective can have another number of rows than its input."""
+    """Whether the number of rows of a collective's result can differ from that of its input."""
     return _VERBS[kind].changes_rows
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when all members have called it."""
+    """Wait until all members have called this."""
     run(OperationKind.BARRIER, [], process_set=process_set)
 
 
 def join() -> int:
-    """Declare that this rank has no more data, and wait until all ranks have called.
+    """Declare that this rank has no more data, and wait until all ranks have called this.
 
-    Until then, this rank counts as zeros in the others' sums and averages, and is left out of their Min, Max and
-    Product. Averages are still divided by the number of all ranks. The others can use allreduce and barrier meanwhile;
+    Meanwhile, this rank contributes zeros to the sums and averages of the other ranks, and nothing to their Min, Max
+    and Product. Averages are still divided by the number of all ranks. The other ranks can use allreduce and barrier;
     any other collective raises.
 
-    Returns: the last rank that called.
+    Returns: the last rank that called this.
     """
     return global_process_set.controller.join()
 
 
 def check_op(op: HorovodOp | None, average: bool | None = None) -> HorovodOp:
-    """The reduction that `op`, or Horovod's older argument `average`, selects."""
+    """Return the reduction selected by `op` or by Horovod's older argument `average`."""
     if average is not None:
         if not isinstance(average, (bool, int, np.bool_)):
             raise ValueError(f"average is {average!r}; it must be True or False. Pass a name as name=...")
@@ -242,7 +244,7 @@ def check_op(op: HorovodOp | None, average: bool | None = None) -> HorovodOp:
 
 
 def refuse_second_gradient(*_: object) -> None:
-    """Stand in for the gradient of a gradient, which only an allreduce has. Raises: UnsupportedError."""
+    """Replace the gradient of a gradient, which only allreduce has. Raises: UnsupportedError."""
     raise UnsupportedError(
         "A gradient of the gradient of an allgather, broadcast, alltoall, reducescatter or SyncBatchNorm is not "
         "supported; of an allreduce it is."
@@ -291,7 +293,7 @@ def _check_rows(kind: OperationKind, arrays: Sequence[Array], arguments: Argumen
 
 
 def _row_counts(rows: int, splits: Any, ranks: int) -> list[int]:
-    """How many rows an alltoall sends to each rank."""
+    """Return the number of rows that an alltoall sends to each rank."""
     if splits is None or not len(splits):
         if rows % ranks:
             raise ConfigurationError(
@@ -311,7 +313,7 @@ def _row_counts(rows: int, splits: Any, ranks: int) -> list[int]:
 
 
 def check_name(function: str, name: Any) -> str | None:
-    """The name of an operation. Raises ConfigurationError if it is no string."""
+    """Return the name of an operation. Raises ConfigurationError if it is not a string."""
     if name is not None and not isinstance(name, str):
         raise ConfigurationError(f"{function} got the name {name!r}; a name is a string.")
     return name
@@ -332,7 +334,7 @@ def _request_name(controller: Controller, kind: OperationKind, given: str | None
 
 
 def check_differentiable(arguments: Arguments) -> None:
-    """Raises UnsupportedError for an op of an allreduce that has no gradient."""
+    """Raise UnsupportedError for an allreduce op that has no gradient."""
     if arguments.op not in (Average, Sum, Adasum):
         raise UnsupportedError(
             f"allreduce with op={arguments.op.value} has no gradient here; Average, Sum and Adasum have."
@@ -365,7 +367,7 @@ def _gradient_of_broadcast(gradients: Sequence[Array], arguments: Arguments, _: 
 
 
 def _gradient_of_alltoall(gradients: Sequence[Array], arguments: Arguments, rows: Sequence[int]) -> list[Array]:
-    # Back the way it came: as many rows to each rank as came from it.
+    # The reverse: each rank gets back as many rows as it sent.
     returned = msgspec.structs.replace(arguments, splits=rows)
     return start(OperationKind.ALLTOALL, gradients, returned, wake=False).wait()[:1]  # type: ignore[no-any-return]
 
@@ -375,7 +377,7 @@ def _gradient_of_reducescatter(gradients: Sequence[Array], arguments: Arguments,
         raise UnsupportedError(
             f"reducescatter with op={arguments.op.value} has no gradient here; Average and Sum have."
         )
-    # As Horovod has it; see the top of this file.
+    # Horovod's convention; see the top of this file.
     factor = arguments.prescale_factor * arguments.postscale_factor
     factor *= arguments.process_set.size() if arguments.op is Sum else 1
     scaled = [(each * factor).astype(each.dtype) if factor != 1.0 else each for each in gradients]

@@ -1,9 +1,9 @@
-"""How Keras's own `fit` trains with a `DistributedOptimizer`: with a train function that can wait for other ranks.
+"""Makes Keras's `fit` train with a `DistributedOptimizer`: installs a train function that can wait for other ranks.
 
 - TensorFlow: Keras's train function, but without XLA, which cannot call the host.
 - PyTorch: Keras's train function, unchanged.
-- JAX: a compiled function cannot wait for other processes. There the engine's two functions with the reduction between
-  them (`phalanx.engines.replica.jax.jax_engine`) replace the train function; the rest of `fit` is Keras's own.
+- JAX: A compiled function cannot wait for other processes. The engine's two functions, with the reduction between them
+  (`phalanx.engines.replica.jax.jax_engine`), replace the train function; the rest of `fit` is Keras's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def _train_function(model: Any, make: Callable[[], None]) -> Callable[..., Any] | None:
-    """The function for the steps of `fit`; None for the one that Keras makes (`make`)."""
+    """Return the train function for `fit`; None for the one that Keras builds (`make`)."""
     from phalanx.horovod.keras.keras_optimizer import settle_reduction
 
     reduction = settle_reduction(model.optimizer)
@@ -66,7 +66,7 @@ class _JaxFunction:
     """Replaces Keras's train function on JAX: `(state, iterator) -> (logs, state)`."""
 
     def __init__(self, model: Any, reduction: Any) -> None:
-        # Keras keeps this object as `train_function` from one `fit` to the next, and with it what the engine compiled.
+        # Keras keeps this object as `train_function` between calls of `fit`, and with it the engine's compiled code.
         self._model = model
         self._accumulation = _Accumulation(model)
         refuse_overwritten(model.trainable_variables, "a DistributedOptimizer")
@@ -78,7 +78,7 @@ class _JaxFunction:
             checks_finite=self._accumulation.is_scaled,
         )
         self._engine = make_engine(model, self._merge)
-        self._engine.metric_rules.note(model.metrics_variables)  # Keras has built the model by now
+        self._engine.metric_rules.note(model.metrics_variables)  # Keras has already built the model
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
         from phalanx.horovod.keras.keras_optimizer import already_reduced
@@ -86,7 +86,7 @@ class _JaxFunction:
         model = self._model
         timeline.current.enter("data")
         data = next(iterator)
-        # The engine keeps the state between steps where Keras does.
+        # Between steps, the engine stores the state where Keras does.
         names = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
         set_untracked(model, _jax_state=dict(zip(names, state, strict=True)), _jax_state_synced=False)
         timeline.current.enter("forward/backward")
@@ -116,13 +116,13 @@ class _JaxFunction:
 class _Accumulation:
     """The gradients that an optimizer on JAX accumulates, local to each rank, until the step that updates.
 
-    Between two updates nothing is reduced: the optimizer gets this rank's gradients, as without other ranks. Before an
-    update, the accumulated ones are taken from it and reduced together with the step's own.
+    Between two updates nothing is reduced: the optimizer gets this rank's gradients, as it would on a single rank.
+    Before an update, the accumulated gradients are taken from it and reduced together with those of the step.
 
     Attributes:
-        steps: over how many steps it accumulates.
-        is_scaled: whether the loss is scaled. Then a batch whose gradients are not finite on some rank is left out on
-            all, and what was accumulated before it is kept.
+        steps: Number of steps over which the optimizer accumulates.
+        is_scaled: Whether the loss is scaled. If so, a batch whose gradients are not finite on some rank is skipped on
+            all, and the gradients accumulated before it are kept.
     """
 
     def __init__(self, model: Any) -> None:
@@ -130,12 +130,12 @@ class _Accumulation:
 
         outer, optimizer = model.optimizer, inner_optimizer(model.optimizer)
         accumulators = list(getattr(optimizer, "_accumulated_gradients", ()))
-        # A variable without an accumulator (None) is changed at every step.
+        # A variable without an accumulator (None) changes at every step.
         is_complete = len(accumulators) == len(model.trainable_variables)
         is_complete = is_complete and all(each is not None for each in accumulators)
         self.steps = own_accumulation_steps(optimizer) if is_complete else 1
         self.is_scaled = self.steps > 1 and outer is not optimizer
-        self._taken: dict[int, Any] = {}  # of the last step that updates: the accumulated values by index
+        self._taken: dict[int, Any] = {}  # by index: the accumulated values of the last step that updates
         if self.steps > 1:
             # Positions in `outer.variables`, which is the order of `optimizer_variables` in Keras's state.
             indices = {id(variable): index for index, variable in enumerate(outer.variables)}
@@ -145,14 +145,14 @@ class _Accumulation:
 
     @contextlib.contextmanager
     def taken(self, model: Any) -> Iterator[list[Array] | None]:
-        """At a step that updates, yield what was accumulated, in the scale of the step's gradients; else yield None.
+        """At a step that updates, yield the accumulated gradients, scaled as the step's gradients; else yield None.
 
-        In the optimizer, zeros replace it; if the step fails, it is given back.
+        Zeros replace them in the optimizer; if the step fails, they are restored.
         """
         state = model._jax_state  # Keras's state of the model between two steps
         values = list(state["optimizer_variables"])
         self._taken = {}
-        # As Keras decides it: `_iterations` counts the batches before this one, without those that were left out.
+        # The same condition as in Keras: `_iterations` counts the earlier batches that were not skipped.
         if (int(values[self._iterations]) + 1) % self.steps:
             yield None
             return
@@ -160,7 +160,7 @@ class _Accumulation:
         for index, value in taken.items():
             values[index] = keras.ops.zeros_like(value)
         before, state["optimizer_variables"] = state["optimizer_variables"], values
-        # Accumulated gradients are unscaled, those of the step are not yet.
+        # Accumulated gradients are already unscaled, those of the step are not.
         scale = 1.0 if self._scale is None else float(values[self._scale])
         try:
             yield [
@@ -171,7 +171,7 @@ class _Accumulation:
             raise
 
     def give_back(self, model: Any) -> None:
-        """Return what was taken for a step that was left out."""
+        """Restore the gradients that were taken for a step that was then skipped."""
         state = model._jax_state
         values = list(state["optimizer_variables"])
         for index, value in self._taken.items():
@@ -180,16 +180,16 @@ class _Accumulation:
 
 
 class _GradientMerge(Merge):
-    """Reduces a step's gradients, and leaves all else local to this rank.
+    """Reduces a step's gradients, and leaves everything else local to this rank.
 
     Args:
-        reduction: an `OptimizerReduction`.
-        local: indices of gradients that are not reduced.
-        separate: whether gradients must have the shapes of their variables.
-        checks_finite: whether ranks first find out if their gradients are finite; if some are not, all get NaN.
+        reduction: An `OptimizerReduction`.
+        local: Indices of gradients that are not reduced.
+        separate: Whether gradients must have the shapes of their variables.
+        checks_finite: Whether ranks first check that all gradients are finite; if some are not, all ranks get NaN.
 
     Attributes:
-        has_overflowed: whether some gradients of the last step were not finite, as they were or reduced.
+        has_overflowed: Whether some gradients of the last step were not finite, before or after the reduction.
     """
 
     separate = False
@@ -202,11 +202,11 @@ class _GradientMerge(Merge):
         self._reduction = reduction
         self._local = local
         self._buffers = MergeBuffers()
-        self._accumulated: list[Array] | None = []  # see `adding`; outside of it there is nothing to add
+        self._accumulated: list[Array] | None = []  # see `adding`; empty outside of it
 
     @contextlib.contextmanager
     def adding(self, accumulated: list[Array] | None) -> Iterator[None]:
-        """Inside, gradients are reduced together with what was accumulated before; None for no reduction."""
+        """Within the context, reduce gradients together with the accumulated ones; None for no reduction."""
         self._accumulated = accumulated
         try:
             yield
@@ -214,7 +214,7 @@ class _GradientMerge(Merge):
             self._accumulated = []
 
     def total(self, own: Array, share: float) -> Array:
-        """Each rank divides its loss by its own samples, as in Horovod."""
+        """Return this rank's total: each rank divides its loss by its own number of samples, as in Horovod."""
         return own
 
     def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
@@ -230,7 +230,7 @@ class _GradientMerge(Merge):
             else:
                 np.copyto(view, array)
         if self._checks_finite and own and not self._all_finite(own):
-            # On all ranks, so that the loss scaling of each leaves this batch out.
+            # On all ranks, so that the loss scaling of each skips this batch.
             for out in outs:
                 out.fill(np.nan)
         elif self._accumulated is None:
@@ -246,8 +246,8 @@ class _GradientMerge(Merge):
                 gradients, results = [own[index] for index in shared], [outs[index] for index in shared]
                 step_reports.report_reduction(lambda: self._reduce(gradients, results), applied=True)
                 if self._checks_finite:
-                    # Each rank's were finite, but their sum may not be, or what a compression made of them. All ranks
-                    # have the same, and their loss scaling leaves the batch out.
+                    # Each rank's gradients were finite, but their sum or compressed form may not be. The results are
+                    # equal on all ranks, so the loss scaling of all skips the batch.
                     self.has_overflowed = not _are_finite(results)
         return flats
 
@@ -260,7 +260,7 @@ class _GradientMerge(Merge):
         arguments = reduction.arguments(self._reduction.name, self._reduction.factor)
 
         def reduce(packed: Sequence[Any]) -> list[Array]:
-            # Without compression, the result is written where it belongs.
+            # Without compression, the result is written directly into `outs`.
             is_plain = all(array is gradient for array, gradient in zip(packed, gradients, strict=True))
             arrays = list(map(np.asarray, packed))
             kind, results = OperationKind.ALLREDUCE, outs if is_plain else None

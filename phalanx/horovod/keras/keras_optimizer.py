@@ -1,4 +1,4 @@
-"""A Keras optimizer that reduces gradients over the ranks first. Names and meaning are Horovod's."""
+"""A Keras optimizer that first reduces the gradients over the ranks. Names and semantics are Horovod's."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from phalanx.keras_compat.model_state import inner_optimizer
 from phalanx.keras_compat.patching import insert_mixin, remove_mixin
 
 _MODULES = {"jax": "jax", "tensorflow": "tensorflow.tape", "torch": "torch.gradients"}
-"""Where a backend's `reduce_gradients` is."""
+"""Module of each backend's `reduce_gradients`."""
 _state = threading.local()
-"""While this thread applies an optimizer. `is_reduced`: gradients are applied as they are. `updating`: the optimizer
-that reduces in `_clip_gradients`, and `variables`: those whose gradients these are."""
+"""State while this thread applies an optimizer. `is_reduced`: whether gradients are applied as they are. `updating`:
+the optimizer that reduces in `_clip_gradients`; `variables`: the variables of its gradients."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class OptimizerReduction:
     """How one optimizer reduces its gradients.
 
     Attributes:
-        reduction: how gradients are reduced.
-        number: of the optimizer, in names of collectives.
-        factor: multiplies reduced gradients.
-        scale_local_gradients: whether gradients that are not reduced are divided by the number of ranks.
-        local: identities of the variables whose gradients are not reduced.
+        reduction: The reduction of the gradients.
+        number: Number of the optimizer in the names of collectives.
+        factor: Factor that multiplies reduced gradients.
+        scale_local_gradients: Whether gradients that are not reduced are divided by the number of ranks.
+        local: Identities of the variables whose gradients are not reduced.
     """
 
     reduction: GradientReduction
@@ -56,39 +56,39 @@ class OptimizerReduction:
 
     @property
     def finite_name(self) -> str:
-        """Name of the collective that finds out whether the gradients of all ranks are finite."""
+        """Name of the collective that checks whether the gradients of all ranks are finite."""
         return f"keras.optimizer.{int(self.number)}.finite"
 
     @property
     def is_included(self) -> bool:
-        """Whether this rank trains with others."""
+        """Whether this rank trains with other ranks."""
         return self.reduction.process_set.included()
 
     @property
     def local_factor(self) -> float:
-        """Multiplies gradients that are not reduced. A rank that trains alone averages nothing, and scales nothing."""
+        """Factor for gradients that are not reduced. A rank that trains alone does not average or scale."""
         scales = self.scale_local_gradients and self.is_included
         return self.factor / self.reduction.process_set.size() if scales else self.factor
 
     def local_indices(self, variables: Sequence[Any]) -> set[int]:
-        """The indices of those variables whose gradients are not reduced."""
+        """Return the indices of the variables whose gradients are not reduced."""
         return {index for index, variable in enumerate(variables) if id(variable) in self.local}
 
     def reduce(self, gradients: Sequence[Any], variables: Sequence[Any] = ()) -> list[Any]:
-        """Reduced gradients; None stays None.
+        """Reduce gradients; None stays None.
 
         Args:
-            gradients: of the backend that Keras runs on.
-            variables: their variables; needed if some gradients are not reduced.
+            gradients: Tensors of the backend that Keras runs on.
+            variables: Their variables; needed if some gradients are not reduced.
         """
-        # Local ones first: PyTorch's are reduced in place, and may share memory with those that are not.
+        # Local ones first: PyTorch gradients are reduced in place, and may share memory with local ones.
         local = {
             index: None if gradients[index] is None else _scaled(gradients[index], self.local_factor)
             for index in self.local_indices(variables)
         }
         reduced = [None if index in local else each for index, each in enumerate(gradients)]
         if self.is_included:
-            # Imported by name: the modules of other backends need packages that may not be installed.
+            # Imported by name: the modules of the other backends need packages that may not be installed.
             module = importlib.import_module(f"phalanx.horovod.{_MODULES[keras.backend.backend()]}")
             reduced = module.reduce_gradients(reduced, self.reduction, self.name)
         if self.factor != 1.0:
@@ -99,7 +99,7 @@ class OptimizerReduction:
 
 
 def _scaled(gradient: Any, factor: float) -> Any:
-    """A gradient, which may be rows of an embedding (`tf.IndexedSlices`), times a factor; in memory of its own."""
+    """Return a scaled copy of a gradient, which may be rows of an embedding (`tf.IndexedSlices`)."""
     if hasattr(gradient, "dense_shape"):
         return type(gradient)(gradient.values * factor, gradient.indices, gradient.dense_shape)
     return gradient * factor
@@ -121,28 +121,28 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """The Keras optimizer, which reduces the gradients over the ranks before it applies them.
+    """Make a Keras optimizer reduce the gradients over the ranks before it applies them.
 
-    It is the same object, of a subclass of its class with the same name, so that a saved model can be loaded without
-    Horovod's interface; its state is kept. It works on every backend, in `model.fit` and in custom loops that call
-    `apply` or `apply_gradients`; on JAX those calls must be outside of `jax.jit`.
+    Returns the same object with its state. Its class becomes a subclass with the same name, so a saved model can be
+    loaded without Horovod's interface. It works on every backend, in `model.fit` and in custom loops that call `apply`
+    or `apply_gradients`; on JAX those calls must be outside of `jax.jit`.
 
     Args:
-        optimizer: any Keras optimizer.
-        name: ignored, as `device_dense`, `device_sparse`, `num_groups` and `groups`: all gradients travel together.
-        compression: a compressor, see `Compression`.
-        sparse_as_dense: on TensorFlow, whether `tf.IndexedSlices` are made dense instead of gathering the slices of all
-            ranks.
-        gradient_predivide_factor: see `GradientReduction`.
-        op: the reduction.
-        backward_passes_per_step: batches whose gradients add up before a step (Keras's `gradient_accumulation_steps`,
-            which may also have been set already). They are reduced once, for that step. Inside a `LossScaleOptimizer`,
-            ranks also agree for each batch on whether its gradients are finite everywhere; outside of `fit` on JAX,
-            gradients are reduced for each batch there.
-        average_aggregated_gradients: whether the gradients of those batches are averaged instead.
-        process_set: the ranks that train together; others train by themselves.
-        scale_local_gradients: whether gradients that are not reduced (`optimizer.register_local_var(variable)`) are
-            divided by the number of ranks, as averaged ones are.
+        optimizer: Any Keras optimizer.
+        name: Ignored, as are `device_dense`, `device_sparse`, `num_groups` and `groups`: all gradients are fused.
+        compression: A compressor, see `Compression`.
+        sparse_as_dense: On TensorFlow, whether `tf.IndexedSlices` are converted to dense tensors. Otherwise the slices
+            of all ranks are gathered.
+        gradient_predivide_factor: See `GradientReduction`.
+        op: The reduction.
+        backward_passes_per_step: Number of batches whose gradients are summed before a step (Keras's
+            `gradient_accumulation_steps`, which may already be set). The sum is reduced once, for that step. Inside a
+            `LossScaleOptimizer`, ranks also agree for each batch on whether all gradients are finite; outside of `fit`
+            on JAX, it reduces the gradients of each batch.
+        average_aggregated_gradients: Whether the gradients of those batches are averaged instead.
+        process_set: The ranks that train together; other ranks train alone.
+        scale_local_gradients: Whether gradients that are not reduced (`optimizer.register_local_var(variable)`) are
+            divided by the number of ranks, as averaged gradients are.
 
     Raises: ConfigurationError if options contradict each other.
     """
@@ -167,10 +167,10 @@ def PartialDistributedOptimizer(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As `DistributedOptimizer`, but gradients of some layers stay each rank's own.
+    """Do the same as `DistributedOptimizer`, but keep the gradients of some layers local to each rank.
 
     Args:
-        local_layers: a layer, or several, which must be built; None for none.
+        local_layers: One or more built layers; None for none.
     """
     distributed = DistributedOptimizer(
         optimizer,
@@ -193,12 +193,12 @@ def PartialDistributedOptimizer(
 
 
 class Aggregation(NamedTuple):
-    """The options of a distributed Keras optimizer besides its `GradientReduction`.
+    """The options of a distributed Keras optimizer that are not in its `GradientReduction`.
 
     Attributes:
-        passes: batches whose gradients add up before a step.
-        averages: whether the gradients of those batches are averaged instead.
-        scales_local: whether gradients that are not reduced are divided by the number of ranks.
+        passes: Number of batches whose gradients are summed before a step.
+        averages: Whether the gradients of those batches are averaged instead.
+        scales_local: Whether gradients that are not reduced are divided by the number of ranks.
     """
 
     passes: int
@@ -226,7 +226,7 @@ def distribute_optimizer(optimizer: Any, reduction: GradientReduction, aggregati
             )
         accumulating.gradient_accumulation_steps = aggregation.passes
         if not aggregation.averages:
-            factor = float(aggregation.passes)  # Keras averages what it accumulates; this makes it the sum again
+            factor = float(aggregation.passes)  # Keras averages what it accumulates; this restores the sum
     number = InstanceNumber("keras.optimizer", reduction.process_set)
     _insert_class(
         optimizer, _ReducingOptimizer, OptimizerReduction(reduction, number, factor, aggregation.scales_local)
@@ -237,7 +237,7 @@ def distribute_optimizer(optimizer: Any, reduction: GradientReduction, aggregati
 
 
 def _insert_class(optimizer: Any, mixin: type, reduction: OptimizerReduction) -> None:
-    """Put a class before the optimizer's own, and remember how gradients are reduced."""
+    """Insert a class before the optimizer's class, and store the reduction on the result."""
     insert_mixin(optimizer, mixin)
     type(optimizer)._hvd_reduction = reduction
 
@@ -245,19 +245,19 @@ def _insert_class(optimizer: Any, mixin: type, reduction: OptimizerReduction) ->
 def settle_reduction(optimizer: Any) -> OptimizerReduction | None:
     """Move the reduction to the optimizer that must do it, and return it; None if the optimizer does not reduce.
 
-    A `LossScaleOptimizer` around a distributed one takes that over, since it checks whether gradients are finite, those
-    of all ranks. But if the inner one accumulates, the inner one reduces, once for each update, and the outer one asks
-    the other ranks whether theirs are finite.
+    A `LossScaleOptimizer` around a distributed optimizer takes over the reduction, because it checks whether the
+    gradients of all ranks are finite. But if the inner optimizer accumulates, the inner one reduces, once per update,
+    and the outer one agrees with the other ranks on whether all gradients are finite.
     """
     present = optimizer
-    # The outermost optimizer that has the mixin: where it was inserted, or where an earlier call has moved it.
+    # The outermost optimizer with the mixin: where it was inserted, or where an earlier call moved it.
     while isinstance(present, keras.optimizers.LossScaleOptimizer) and not isinstance(present, _ReducingOptimizer):
         present = present.inner_optimizer
     if not isinstance(present, _ReducingOptimizer):
         return None
     reduction: OptimizerReduction = type(present)._hvd_reduction
     inner = inner_optimizer(optimizer)
-    # On JAX `fit_hook` does both, between two compiled functions.
+    # On JAX, `fit_hook` does both between two compiled functions.
     asks = inner is not optimizer and own_accumulation_steps(inner) > 1 and keras.backend.backend() != "jax"
     reducing = inner if asks else optimizer
     if present is not reducing:
@@ -270,7 +270,7 @@ def settle_reduction(optimizer: Any) -> OptimizerReduction | None:
 
 @contextmanager
 def already_reduced() -> Iterator[None]:
-    """Inside, optimizers apply gradients as they are."""
+    """Within the context, optimizers apply gradients as they are."""
     before = getattr(_state, "is_reduced", False)
     _state.is_reduced = True
     try:
@@ -281,7 +281,7 @@ def already_reduced() -> Iterator[None]:
 
 @contextmanager
 def _reducing_at_update(optimizer: Any) -> Iterator[None]:
-    """Inside, this optimizer reduces gradients when it updates, not before it accumulates them."""
+    """Within the context, this optimizer reduces gradients when it updates, not before it accumulates them."""
     _state.updating = optimizer
     try:
         yield
@@ -290,22 +290,22 @@ def _reducing_at_update(optimizer: Any) -> Iterator[None]:
 
 
 class _DistributedClass:
-    """Base of the classes that precede an optimizer's own. Each optimizer has one for itself, with its reduction."""
+    """Base of the classes that precede an optimizer's class. Each optimizer has its own, which holds its reduction."""
 
     _hvd_reduction: ClassVar[OptimizerReduction]
 
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """See `keras.optimizers.Optimizer.from_config`. What it makes reduces as the optimizer of this class does."""
+        """See `keras.optimizers.Optimizer.from_config`. The result reduces as the optimizer of this class does."""
         return _reducing_like(cls, _plain_class(cls).from_config(*args, **kwargs))
 
     def __reduce__(self) -> Any:
-        """As a saved optimizer, a pickled one is plain; the class of this one could not be found by its name."""
+        """Pickle a plain optimizer, as saving does: the class of this one could not be found by name."""
         reduced: Any = super().__reduce__()
         return _plain_class(type(self))._unpickle_model, reduced[1]
 
     def __copy__(self) -> Any:
-        """A copy reduces, too. Keras would make a plain optimizer, with which each rank trains by itself."""
+        """Make the copy reduce, too. Keras would create a plain optimizer, so each rank would train alone."""
         make, arguments = self.__reduce__()
         return _reducing_like(type(self), make(*arguments))
 
@@ -320,7 +320,7 @@ def _plain_class(kind: Any) -> Any:
 
 
 def _reducing_like(kind: Any, optimizer: Any) -> Any:
-    """A plain optimizer, which now reduces as those of this class do."""
+    """Make a plain optimizer reduce as the optimizer of this class does."""
     known: OptimizerReduction = kind._hvd_reduction
     number = InstanceNumber("keras.optimizer", known.reduction.process_set)
     reduction = replace(known, number=number, local=set(known.local))
@@ -346,7 +346,7 @@ class _ReducingOptimizer(_DistributedClass):
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
         steps = own_accumulation_steps(self)
         if steps > 1 and keras.backend.backend() != "jax":
-            # Keras accumulates the gradients as they are, and calls `_clip_gradients` below at the update.
+            # Keras accumulates the unreduced gradients, and calls `_clip_gradients` below at the update.
             with already_reduced(), _reducing_at_update(self):
                 return super().apply(grads, trainable_variables)  # type: ignore[misc]
         known = getattr(self, "_trainable_variables", ())
@@ -361,19 +361,19 @@ class _ReducingOptimizer(_DistributedClass):
                 f"A DistributedOptimizer was applied inside a function that JAX compiles. `fit` takes care of that; in "
                 f"a custom loop, reduce the gradients outside. ({error})"
             ) from error
-        # An optimizer around or inside of this one gets reduced gradients.
+        # An optimizer around or inside this one receives reduced gradients.
         with already_reduced():
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Any) -> Any:
-        """Reduce first. Keras calls this with the gradients of an update, accumulated or not; except on JAX, only in
-        the branch that updates."""
+        """Reduce before clipping. Keras passes the gradients of an update, accumulated or not; except on JAX, it calls
+        this only in the branch that updates."""
         if getattr(_state, "updating", None) is self:
             grads = type(self)._hvd_reduction.reduce(grads, _state.variables)
         return super()._clip_gradients(grads)  # type: ignore[misc]
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
-        """Note the variables that have gradients, with which Keras calls this before `_clip_gradients`."""
+        """Record the variables that have gradients. Keras calls this before `_clip_gradients`."""
         if getattr(_state, "updating", None) is self:
             _state.variables = trainable_variables
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
@@ -383,10 +383,10 @@ class _ReducingOptimizer(_DistributedClass):
         type(self)._hvd_reduction.local.add(id(variable))
 
     def _hvd_take_accumulated(self, grads: list[Any], trainable_variables: Any, steps: int) -> bool:
-        """On JAX, outside of compiled functions: at the step that updates, move what was accumulated before from the
-        optimizer into the gradients. Returns whether it is that step.
+        """Move the accumulated gradients from the optimizer into `grads` if this step updates; return whether it does.
 
-        On JAX, Keras computes an update at every step and drops most of them, so `_clip_gradients` does not tell.
+        For JAX, outside of compiled functions. There, Keras computes an update at every step and drops most of them, so
+        a call of `_clip_gradients` does not identify the step that updates.
         """
         optimizer: Any = self
         iterations = optimizer._iterations.value
@@ -407,7 +407,7 @@ class _ReducingOptimizer(_DistributedClass):
 class _JointlyFinite(_DistributedClass):
     """Precedes the class of a `LossScaleOptimizer` around an optimizer that accumulates.
 
-    A batch whose gradients are not finite on one rank is left out on all, so that all update after the same batch.
+    A batch whose gradients are not finite on one rank is skipped on all, so that all ranks update after the same batch.
     """
 
     def check_finite(self, grads: Any) -> Any:
@@ -427,5 +427,5 @@ class _JointlyFinite(_DistributedClass):
 
 
 def own_accumulation_steps(optimizer: Any) -> int:
-    """Over how many steps an optimizer itself accumulates gradients."""
+    """Return the number of steps over which this optimizer, not one inside it, accumulates gradients."""
     return int(getattr(optimizer, "gradient_accumulation_steps", None) or 1)

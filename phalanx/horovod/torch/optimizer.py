@@ -1,4 +1,4 @@
-"""An optimizer of `torch.optim` that reduces gradients over the ranks first. Names and meaning are Horovod's."""
+"""A `torch.optim` optimizer that first reduces the gradients over the ranks. Names and semantics are Horovod's."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The optimizer, of a subclass of its class, which reduces the gradients over the ranks before each step.
+    """Return the optimizer as an instance of a subclass that reduces the gradients over the ranks before each step.
 
-    Gradients travel while the backward pass continues; `step()` waits for them. Between `loss.backward()` and `step()`
-    they are this rank's own, or being reduced. To use reduced ones, for example to clip them, call `synchronize()`
-    first and then `step()` inside `with optimizer.skip_synchronize()`.
+    Gradients travel while the backward pass continues; `step()` waits for them. Between `loss.backward()` and `step()`,
+    they are local to this rank or being reduced. To use the reduced gradients, for example to clip them, call
+    `synchronize()` first and then `step()` inside `with optimizer.skip_synchronize()`.
 
     Args:
-        optimizer: gives its parameters, options and state to the new one, and must not be used afterwards.
+        optimizer: The original, whose parameters, options and state the new one takes over. Do not use it afterwards.
         named_parameters: `model.named_parameters()`, with all of the optimizer's parameters; errors show the names.
-        compression: a compressor, see `Compression`.
-        backward_passes_per_step: backward passes before each step, whose gradients add up.
-        op: Average, Sum, Min, Max or Product; with Adasum the optimizer's steps are combined instead of the gradients.
-        gradient_predivide_factor: see `GradientReduction`.
-        num_groups: the older form of `groups`.
-        groups: the number of groups of gradients that travel together, or the groups themselves, lists of parameters.
-            None to group by size.
-        sparse_as_dense: whether sparse gradients travel as dense ones, instead of gathering the entries of all ranks.
-        process_set: the ranks that train together.
+        compression: A compressor, see `Compression`.
+        backward_passes_per_step: Number of backward passes whose gradients are summed before each step.
+        op: Average, Sum, Min, Max or Product; with Adasum, the optimizer's steps are combined instead of the gradients.
+        gradient_predivide_factor: See `GradientReduction`.
+        num_groups: The older form of `groups`.
+        groups: The number of groups of gradients that travel together, or the groups themselves, as lists of
+            parameters. None to group by size.
+        sparse_as_dense: Whether sparse gradients travel as dense ones, instead of gathering the entries of all ranks.
+        process_set: The ranks that train together.
 
     Raises:
         ConfigurationError: an argument is invalid.
@@ -66,10 +66,10 @@ def DistributedOptimizer(
         raise ConfigurationError("this optimizer is a DistributedOptimizer already.")
     names = _names(optimizer, named_parameters)
     mixin = _StepReduction if op is Adasum else _GradientReduction
-    # A subclass of the class at hand: schedulers and `isinstance` see the optimizer that the program chose.
+    # A subclass of the optimizer's class: schedulers and `isinstance` see the optimizer that the program chose.
     kind = type(type(optimizer).__name__, (mixin, type(optimizer)), {})
     distributed: Any = kind.__new__(kind)  # type: ignore[call-overload]
-    # Parameter groups and state are shared. What replaces a method, as a scheduler's `step` does, is not.
+    # Parameter groups and state are shared. Attributes that replace a method, such as a scheduler's `step`, are not.
     shared = {name: value for name, value in vars(optimizer).items() if not callable(getattr(kind, name, None))}
     vars(distributed).update(shared)
     distributed._hvd_original = optimizer
@@ -95,7 +95,7 @@ class _GradientReduction:
 
     @property
     def _parameter_names(self) -> dict[Parameter, str]:
-        """As Horovod's optimizer has it, for programs that read it."""
+        """The parameters' names, for programs that read this attribute of Horovod's optimizer."""
         return self._hvd_reducer.names
 
     @property
@@ -108,7 +108,7 @@ class _GradientReduction:
         self._hvd_reducer.passes = passes
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer.add_param_group`; all ranks must call."""
+        """See `torch.optim.Optimizer.add_param_group`; all ranks must call this."""
         super().add_param_group(param_group)  # type: ignore[misc]
         self._hvd_reducer.name_parameters(self.param_groups[-1]["params"])
         self._hvd_reducer.watch_new_parameters()
@@ -125,7 +125,7 @@ class _GradientReduction:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside, `step()` uses the gradients as they are, because `synchronize()` has been called."""
+        """Within the context, `step()` uses the gradients as they are, because `synchronize()` has been called."""
         self._hvd_synchronizes = False
         try:
             yield
@@ -133,7 +133,7 @@ class _GradientReduction:
             self._hvd_synchronizes = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See `torch.optim.Optimizer.step`. The gradients of a closure are reduced each time that it is called."""
+        """See `torch.optim.Optimizer.step`. The gradients of a closure are reduced each time it is called."""
         if closure is not None and self._hvd_synchronizes:
             times = itertools.count()
             return self._hvd_step(lambda: self._hvd_evaluate(closure, is_first=next(times) == 0))
@@ -150,14 +150,14 @@ class _GradientReduction:
     def _hvd_step(self, closure: Callable[[], Any] | None) -> Any:
         self._hvd_original._opt_called = True  # read by a scheduler that was created before
         try:
-            # The class's own `step`, which calls the closure, perhaps several times (LBFGS).
+            # The `step` of the original class, which calls the closure, perhaps several times (LBFGS).
             return super().step(closure)  # type: ignore[misc]
         finally:
             self._hvd_is_synchronized = False
             timeline.current.leave()
 
     def _hvd_evaluate(self, closure: Callable[[], Any], *, is_first: bool) -> Any:
-        """Call the closure and reduce its gradients; if it computes none, those computed before are reduced once."""
+        """Call the closure and reduce its gradients; if it computes none, reduce the existing ones once."""
         loss = closure()
         if is_first or self._hvd_reducer.is_busy:
             self.synchronize()
@@ -181,9 +181,9 @@ class _GradientReduction:
 
 
 class _StepReduction:
-    """Precedes a torch.optim class among the bases: what a step changes is combined by Adasum.
+    """Precedes a torch.optim class among the bases: Adasum combines the changes made by a step.
 
-    Source: Maleki et al. 2021, section 4: the optimizer runs on each rank's own gradients first.
+    Source: Maleki et al. 2021, section 4: the optimizer first runs on each rank's local gradients.
     """
 
     param_groups: list[dict[str, Any]]
@@ -191,7 +191,7 @@ class _StepReduction:
     _hvd_original: Any
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Gradients of any number of backward passes add up before a step; nothing needs to be set."""
+        """Do nothing: the gradients of any number of backward passes are summed before a step."""
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """See `torch.optim.Optimizer.load_state_dict`."""
@@ -199,22 +199,22 @@ class _StepReduction:
             super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def synchronize(self) -> None:
-        """Nothing is reduced before the step."""
+        """Do nothing: gradients are not reduced before the step."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Raises AssertionError: every step is combined."""
+        """Raise AssertionError: every step is combined."""
         raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """See `torch.optim.Optimizer.step`. A rank outside of the process set trains by itself."""
+        """See `torch.optim.Optimizer.step`. A rank outside of the process set trains alone."""
         reduction = self._hvd_reduction
         self._hvd_original._opt_called = True
         if not reduction.process_set.included():
             return super().step(closure)  # type: ignore[misc]
         parameters = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
-        # Ranks that began alike have equal ones: so they are alike again after the combined change.
+        # Ranks that started equal have equal parameters here, and again after the combined change.
         before = [parameter.detach().clone() for parameter in parameters]
         timeline.current.enter("apply")
         result = super().step(closure)  # type: ignore[misc]
@@ -235,8 +235,10 @@ class _StepReduction:
 
 @contextmanager
 def _groups_kept(optimizer: Any) -> Iterator[None]:
-    """Inside, a state is loaded. Its options go into the parameter groups that there are, in which a scheduler that was
-    made for the original optimizer sets the learning rate; PyTorch would replace them."""
+    """Within the context, where a state is loaded, keep the parameter groups and copy the loaded options into them.
+
+    A scheduler created for the original optimizer sets the learning rate in these groups; PyTorch would replace them.
+    """
     groups = optimizer.param_groups
     yield
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):
@@ -247,7 +249,7 @@ def _groups_kept(optimizer: Any) -> Iterator[None]:
 
 
 def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Parameter]] | None) -> dict[Parameter, str]:
-    """The names of the optimizer's parameters. Raises ConfigurationError if `named` does not fit to them."""
+    """Return the names of the optimizer's parameters. Raises ConfigurationError if `named` does not match them."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named is None:
         return {parameter: f"noname.{index}" for index, parameter in enumerate(own)}
