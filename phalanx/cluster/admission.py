@@ -1,4 +1,4 @@
-"""Whether a task may link to this one: pure decisions, and the kinds of refusal."""
+"""Decides whether a task may link to this one: pure functions, and the kinds of refusal."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ DISAGREEMENT = "disagreement"
 DUPLICATE = "duplicate"
 """Refusal: another process has the same task. Permanent if it comes from the chief."""
 RUNNING = "running"
-"""Refusal: the job has begun with other processes. Permanent."""
+"""Refusal: the job has started with other processes. Permanent."""
 LEAVING = "leaving"
-"""Refusal: this task has not left the previous job of the same process yet. Temporary."""
+"""Refusal: this task has not yet left the previous job of the same process. Temporary."""
 
 
 def link_name(incarnation: str, number: int) -> str:
-    """The name of one link of a process, so that a request over a lost link is not taken for one over its successor."""
+    """Return the name of one link of a process, which tells requests over a lost link from those over its successor."""
     return f"{incarnation}#{number}"
 
 
 def incarnation_of(link: str) -> str:
-    """The incarnation of the process that a link name belongs to."""
+    """Return the incarnation of the process that a link name belongs to."""
     return link.partition("#")[0]
 
 
@@ -40,11 +40,11 @@ def admit_worker(
     """Decide whether a worker may link to this task for a purpose other than the rendezvous.
 
     Args:
-        me: this task.
-        hello: the introduction of the other task, with its `TaskDescription` as details.
-        ranks: the ranks that are allowed.
-        link_of: returns the name of a rank's present link, and the link. The same process may replace its link, which
-            may have broken without notice here.
+        me: This task.
+        hello: The introduction of the other task, with its `TaskDescription` as details.
+        ranks: The allowed ranks.
+        link_of: Function that returns the name of a rank's current link, and the link. The same process may replace its
+            link, which may have broken without notice here.
 
     Returns: the answer, with this task's description if it is positive.
     """
@@ -57,14 +57,14 @@ def admit_worker(
     if rank is None or rank not in ranks:
         return Welcome(refusal=DISAGREEMENT, reason=f"{newcomer.task} is not a worker of this cluster.")
     name, present = link_of(rank) or ("", None)
-    # A process that has died leaves an end that is closed; one that lives keeps the task.
+    # A dead process leaves a closed link; a live one keeps the task.
     if present is not None and incarnation_of(name) != newcomer.incarnation and not present.peer_closed():
         return refuse_duplicate(newcomer)
     return Welcome(details=msgspec.msgpack.encode(me.description))
 
 
 def decode_newcomer(hello: Hello, here: str) -> TaskDescription | Welcome:
-    """The description of a task that wants to link to the task `here`, or the refusal if it cannot be decoded."""
+    """Return the description of a task that wants to link to the task `here`, or a refusal if it is not decodable."""
     try:
         return decode_message(hello.details, TaskDescription)
     except FrameError as error:
@@ -73,7 +73,7 @@ def decode_newcomer(hello: Hello, here: str) -> TaskDescription | Welcome:
 
 
 def refuse_duplicate(newcomer: TaskDescription, where: str = "") -> Welcome:
-    """The refusal of a task that another process has; `where` says which."""
+    """Return the refusal of a task that another process has; `where` names that process."""
     return Welcome(
         refusal=DUPLICATE,
         reason=f"{newcomer.task} has joined already{where}. This process, pid {newcomer.pid} on {newcomer.host}, has "

@@ -1,4 +1,4 @@
-"""The chief's part of a rendezvous: it coordinates the tasks until the job begins, and refuses those that are late."""
+"""The chief's part of a rendezvous: coordinates the tasks until the job starts, and refuses late ones."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link, wait_until_delivered
 
 SEND_S = 2.0
-"""For a few hundred bytes into an empty buffer."""
+"""Time limit for sending a few hundred bytes into an empty buffer."""
 RETRY_S = 0.5
-"""After a generation whose members could not reach each other, until the next one."""
+"""Delay between a generation whose members could not reach each other and the next one."""
 DISMISSAL_S = 2.0
 """How long a disagreement is reported to tasks that are just starting."""
 SILENT = "is linked, but sends nothing; it may be stopped"
@@ -34,7 +34,7 @@ _decoder: Decoder[messages.ToCoordinator] = Decoder(messages.ToCoordinator)
 
 @dataclass(eq=False, slots=True)
 class _Task:
-    """A task that is present: how it described itself, its link, and what it reported of its links to the others."""
+    """A task that is present: its description, its link, and its report on its links to the others."""
 
     description: TaskDescription
     link: Link
@@ -67,8 +67,7 @@ class ChiefRendezvous:
             self._dismiss(error)
             self._links.close()
             raise
-        # From here on the end of a link is no loss for `_receive`: a member that is lost now is noticed by the first
-        # collective.
+        # After this, `_receive` does not treat the end of a link as a loss: the first collective detects a lost member.
         self._state.finish()
         self._state.listener.unregister(messages.MESH)
         self._send(messages.StartOrder())
@@ -77,8 +76,8 @@ class ChiefRendezvous:
         return membership
 
     def _form_generation(self) -> Membership | None:
-        """Let the tasks link to each other; None if not all could."""
-        # What is ordered and compared below is this copy: a task that restarts meanwhile has another `_Task`.
+        """Make the tasks link to each other; return None if some failed."""
+        # The code below uses this copy for the order and the comparison: a task that restarts has another `_Task`.
         with self._state.changed:
             self._generation = generation = self._generation + 1
             tasks = dict(sorted(self._tasks.items()))
@@ -105,7 +104,7 @@ class ChiefRendezvous:
         self._wait_until(have_reported)
         with self._state.changed:
             if self._tasks == tasks and not any(self._state.obstacles.values()):
-                # From here on `admit` refuses those that come late, and `adopt` those that it has just admitted.
+                # After this, `admit` refuses late tasks, and `adopt` refuses those that have just been admitted.
                 self._membership = self._links.membership
         return self._membership
 
@@ -121,12 +120,12 @@ class ChiefRendezvous:
 
     def _send(self, message: messages.FromCoordinator) -> None:
         for task in list(self._tasks.values()):
-            # A lost task is noticed by its receiving thread; after the start, by the first collective.
+            # The receiving thread detects a lost task; after the start, the first collective does.
             with contextlib.suppress(LinkClosedError, LinkTimeoutError):
                 messages.send(task.link, message, SEND_S)
 
     def _dismiss(self, error: BaseException) -> None:
-        """End the rendezvous for the tasks that are present and, if they disagree, for those that are starting."""
+        """End the rendezvous for the tasks that are present and, after a disagreement, for those that are starting."""
         if isinstance(error, PeerLostError):
             self._send(messages.Dismissed(str(error), "lost", error.task))
         elif isinstance(error, DisagreementError):
@@ -174,7 +173,7 @@ class ChiefRendezvous:
                 self._tasks[rank] = task = _Task(description, link)
                 self._state.arrived(rank)
         if is_late:
-            link.close()  # no order would come over it; the task dials again, and is refused
+            link.close()  # it would receive no order; the task dials again, and is refused
             return
         if former is not None:
             former.link.close()
@@ -192,7 +191,7 @@ class ChiefRendezvous:
             is_lost, generation = self._tasks.get(rank) is task and not self._state.is_over, self._generation
             if is_lost:
                 del self._tasks[rank]
-                # Under the same lock: afterwards, its successor may have arrived, which is not missing.
+                # Under the same lock: later, its successor may have arrived, which is not missing.
                 self._state.lost(rank, "was present before, but its process exited or its connection broke")
         if is_lost:  # the chief may be waiting for a link of this task
             self._links.generation_ended(generation)

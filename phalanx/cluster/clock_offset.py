@@ -1,4 +1,4 @@
-"""How far the clock of the process at the other end of a link is ahead of this one's (Cristian 1989)."""
+"""Measures how far the clock at the other end of a link is ahead of this process's clock (Cristian 1989)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from phalanx.transport.decoding import decode_message
 from phalanx.transport.link import Link
 
 PINGS, PINGS_S = 32, 2.0
-"""The number of pings, or fewer if the time is up first."""
+"""Number of pings, and the time limit in seconds, after which fewer are enough."""
 
 Clock = Callable[[], int]
-"""Returns the time in ns since 1970."""
+"""Function that returns the time in ns since 1970."""
 
 
 class ClockRequest(msgspec.Struct, frozen=True, tag="ping"):
-    """A request for a `_ClockReading`, which is sent after the whole payload has arrived."""
+    """A request for a `_ClockReading`. The other end sends it after the whole payload has arrived."""
 
 
 class _ClockReading(msgspec.Struct, frozen=True):
@@ -31,14 +31,14 @@ _PING = msgspec.msgpack.encode(ClockRequest())
 
 
 def answer_ping(link: Link, clock: Clock, *, timeout_s: float) -> None:
-    """Answer a `ClockRequest` that was received."""
+    """Answer a received `ClockRequest`."""
     link.send(msgspec.msgpack.encode(_ClockReading(clock())), deadline=time.monotonic() + timeout_s)
 
 
 def exchange_ping(link: Link, clock: Clock, *, timeout_s: float, payload: bytes = b"") -> tuple[float, float]:
     """Ping the other end.
 
-    Returns: ns until the answer arrived, and by how many ns the other clock is ahead.
+    Returns: the ns until the answer arrived, and the ns by which the other clock is ahead.
     """
     deadline = time.monotonic() + timeout_s
     clock_before, before = clock(), time.monotonic_ns()
@@ -49,8 +49,10 @@ def exchange_ping(link: Link, clock: Clock, *, timeout_s: float, payload: bytes 
 
 
 def fastest_ping(link: Link, clock: Clock, *, timeout_s: float) -> tuple[float, float]:
-    """The ping with the shortest round trip of several, which is the least disturbed by schedulers: as
-    `exchange_ping`. The offset is uncertain by half the round trip."""
+    """Return the result of the `exchange_ping` with the shortest round trip, which schedulers disturbed least.
+
+    The offset is uncertain by half the round trip.
+    """
     until = time.monotonic() + PINGS_S
     found = [exchange_ping(link, clock, timeout_s=timeout_s)]
     while len(found) < PINGS and time.monotonic() < until:

@@ -1,8 +1,8 @@
-"""`phalanx doctor`: what this task knows about its cluster, and whether it can reach the other tasks.
+"""`phalanx doctor`: shows how this task sees its cluster and whether it can reach the other tasks.
 
 Run it as each task, instead of the program and with the same environment. Each doctor examines the links of its task;
-doctors that run at the same time answer each other. A task that is training answers too, but without a measurement,
-which would disturb it.
+doctors that run at the same time answer each other. A task that is training also answers, but is not measured, because
+that would disturb it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from phalanx.transport.listener import Listener
 from phalanx.transport.ports import PortTakenError
 
 DEFAULT_WAIT_S = 10.0
-"""How long to try to reach each task: enough to start the command in several terminals."""
+"""Time to keep trying to reach each task: enough to start the command in several terminals."""
 NOTABLE_CLOCK_OFFSET_S = 1.0
-"""Training does not depend on clocks, but the logs of hosts whose clocks differ more are hard to compare."""
+"""Offset above which a note is shown. Training does not depend on clocks, but logs become hard to compare."""
 
 
 @dataclass
@@ -46,12 +46,12 @@ class TaskDiagnosis:
     """The findings about one task.
 
     Attributes:
-        task: the task.
-        address: its address in the cluster.
-        addresses: the IP addresses of its host name.
-        state: one line for people: `this task`, `answers`, `is training (pid ...)`, or why it cannot be reached.
-        software: its versions, if it answered.
-        link: the properties of the link to it, if it could be measured.
+        task: The task.
+        address: Its address in the cluster.
+        addresses: The IP addresses of its host name.
+        state: One line for the user: `this task`, `answers`, `is training (pid ...)`, or why it cannot be reached.
+        software: Its versions, if it answered.
+        link: Properties of the link to it, if it could be measured.
     """
 
     task: Task
@@ -64,7 +64,7 @@ class TaskDiagnosis:
 
 @dataclass
 class DoctorReport:
-    """The findings of a doctor. The cluster is healthy without `problems`; `notes` are hints."""
+    """The findings of a doctor. The cluster is healthy if there are no `problems`; `notes` are hints."""
 
     resolver: str
     cluster_spec: ClusterSpec
@@ -98,14 +98,14 @@ def run(
 def examine(
     resolver: ClusterResolver | None = None, *, config: JobConfig | None = None, wait_s: float = DEFAULT_WAIT_S
 ) -> DoctorReport:
-    """Find out what this task can know about the cluster.
+    """Examine the cluster from this task.
 
     Args:
-        resolver: the source of the cluster; the result of `resolve` if not given.
-        config: the configuration; read from the environment if not given.
-        wait_s: seconds to try to reach tasks that do not answer.
+        resolver: The source of the cluster; the result of `resolve` if not given.
+        config: The configuration; read from the environment if not given.
+        wait_s: Seconds to try to reach tasks that do not answer.
 
-    Raises: ConfigurationError if the cluster or the environment is described wrongly.
+    Raises: ConfigurationError if the description of the cluster or the environment is invalid.
     """
     config = config or JobConfig.from_environment()
     resolver = resolver or resolve()
@@ -174,7 +174,7 @@ def _contact_others(report: DoctorReport, me: TaskIdentity, wait_s: float) -> No
         deadline = time.monotonic() + wait_s
         with ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="phalanx-reach") as pool:
             links = list(pool.map(lambda entry: _reach(report, me, entry, deadline), others))
-        # One after the other, so that the links do not share this end's bandwidth.
+        # Sequentially, so that the links do not share this end's bandwidth.
         for entry, link in zip(others, links, strict=True):
             if link is not None:
                 try:
@@ -184,7 +184,7 @@ def _contact_others(report: DoctorReport, me: TaskIdentity, wait_s: float) -> No
                 finally:
                     link.close()
         measuring = {str(entry.task) for entry, link in zip(others, links, strict=True) if link is not None}
-        measuring |= {str(entry.task) for entry in report.tasks if entry.task.type == EVALUATOR}  # which no task dials
+        measuring |= {str(entry.task) for entry in report.tasks if entry.task.type == EVALUATOR}  # no task dials them
         if listener is not None:
             service.wait_for(measuring, max(1.0, deadline - time.monotonic()))
     finally:
@@ -193,7 +193,7 @@ def _contact_others(report: DoctorReport, me: TaskIdentity, wait_s: float) -> No
 
 
 def _listen(report: DoctorReport, me: TaskIdentity, service: LinkBenchmarkService) -> Listener | None:
-    """Open this task's port and answer on it; None if that fails, with the reason in the report."""
+    """Open this task's port and answer on it; if that fails, return None and add the reason to the report."""
     own = next((entry for entry in report.tasks if entry.task == me.task), None)
     if own is None or me.task.type == EVALUATOR:
         return None
@@ -218,9 +218,9 @@ def _listen(report: DoctorReport, me: TaskIdentity, service: LinkBenchmarkServic
 
 
 def _reach(report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, deadline: float) -> Link | None:
-    """Try until the task answers or the deadline passes; a link if it can be measured."""
+    """Try until the task answers or the deadline passes; return a link if it can be measured."""
     started_at = time.monotonic()
-    last_answer = ""  # more informative than that there is no answer any longer
+    last_answer = ""  # more informative than a later lack of answers
     while True:
         now = time.monotonic()
         try:
@@ -257,7 +257,7 @@ def _check_description(
             f"at the address of {entry.task}, {entry.address}, {description.whereabouts} answers: the tasks have "
             f"different clusters, or two hosts have swapped addresses."
         )
-    # The doctor does not know the seed and other values that a program sets and compares.
+    # The doctor cannot compare the seed and other values that only the program sets.
     mine = me.description.facts
     comparable = msgspec.structs.replace(
         description.facts, seed=mine.seed, others=mine.others, backend_policy=mine.backend_policy
@@ -305,11 +305,11 @@ def show(report: DoctorReport, console: Console) -> None:
 
 
 WIDE = 130
-"""Columns that a terminal needs for a table of all tasks."""
+"""Minimum number of terminal columns for a table of all tasks."""
 
 
 def _tables(report: DoctorReport, columns: int) -> list[Table]:
-    """One table of all tasks, or on a narrow terminal, one table for each task."""
+    """Return one table of all tasks, or on a narrow terminal, one table for each task."""
     rows = [_row(entry) for entry in report.tasks]
     if columns >= WIDE:
         table = Table(*rows[0])

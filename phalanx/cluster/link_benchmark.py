@@ -22,15 +22,15 @@ EXAMINE = "doctor"
 """Purpose of a connection that queries a task's versions and measures the link."""
 
 TRANSFERS = ((1 << 16, 1.5), (1 << 20, 0.5), (32 << 20, 0.0))
-"""Bytes of each transfer, and the longest duration after which the next, larger one follows."""
+"""Size of each transfer in bytes, and the longest duration after which the next, larger one follows."""
 STEP_TIMEOUT_S = 30.0
-"""For one ping or transfer: 64 KiB take 5 s at a latency of 200 ms and 5 % packet loss."""
+"""Time limit for one ping or transfer: 64 KiB take 5 s at a latency of 200 ms and 5 % packet loss."""
 MEASUREMENT_TIMEOUT_S = 60.0
-"""For the whole measurement of one link."""
+"""Time limit for the whole measurement of one link."""
 
 
 class LinkBenchmarkAnswer(msgspec.Struct, frozen=True):
-    """A task's answer to a doctor, as details of the Welcome."""
+    """A task's answer to a doctor, sent as the details of the Welcome."""
 
     description: TaskDescription
     software: SoftwareVersions
@@ -41,9 +41,9 @@ class LinkMeasurement:
     """Properties of the link to another task.
 
     Attributes:
-        round_trip_s: duration of the fastest of several small messages and their answers.
-        clock_offset_s: how far the other clock is ahead of this one; uncertain by half the round trip.
-        bytes_per_s: bandwidth of one large message to the other task.
+        round_trip_s: Shortest round trip of several small messages.
+        clock_offset_s: Seconds by which the other clock is ahead of this one; uncertain by half the round trip.
+        bytes_per_s: Bandwidth of one large message to the other task.
     """
 
     round_trip_s: float
@@ -52,11 +52,11 @@ class LinkMeasurement:
 
 
 class LinkBenchmarkService:
-    """The service that answers pings, with one thread for each link.
+    """The service that answers pings, with one thread per link.
 
     Args:
-        answer: sent in the Welcome.
-        tasks: the number of tasks in the cluster. A link is idle while its owner measures its other links.
+        answer: The answer to send in the Welcome.
+        tasks: Number of tasks in the cluster. A link is idle while its owner measures its other links.
     """
 
     def __init__(self, answer: LinkBenchmarkAnswer, tasks: int):
@@ -78,8 +78,10 @@ class LinkBenchmarkService:
         ).start()
 
     def wait_for(self, tasks: set[str], timeout_s: float) -> None:
-        """Wait until these tasks have measured their link to this one and no measurement is running. Tasks that have
-        not begun at the timeout are not waited for."""
+        """Wait until these tasks have measured their link to this one and no measurement is running.
+
+        After the timeout, do not wait for tasks that have not started.
+        """
         with self._changed:
             self._changed.wait_for(lambda: tasks <= self._finished and not self._open_links, timeout=timeout_s)
             self._changed.wait_for(lambda: not self._open_links, timeout=self._idle_timeout_s)

@@ -1,8 +1,8 @@
-"""Notices the loss of a member while this process waits for something else than a collective of Phalanx.
+"""Detects the loss of a member while this process waits outside of Phalanx's collectives.
 
-A computation that spans the devices of all processes waits inside the backend, which may notice a dead process after
-minutes or never. The members' links end with their processes, so a thread that looks at nothing but their ends knows
-at once.
+A computation that spans the devices of all processes waits inside the backend, which may detect a dead process after
+minutes or never. The members' links close when their processes end, so a thread that watches only for closed links
+detects the loss immediately.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from phalanx.cluster.membership import Membership, Rank
 from phalanx.errors import PeerLostError
 
 CLOSE_CHECK_S = 0.5
-"""How often the thread looks whether it is to end."""
+"""Interval at which the thread checks whether to stop."""
 _PEER_CLOSED = getattr(select, "POLLRDHUP", 0)  # Linux only
 
 
@@ -23,12 +23,12 @@ class LostPeerWatch:
     """A thread that waits for the end of any link of a membership. It reads nothing: others use the links.
 
     Args:
-        membership: all members leave together; a link that ends before `close` is a loss.
-        activity: what a loss interrupts, for the error's message.
-        on_loss: called once, in the thread, with the first loss.
+        membership: The membership. All members leave together; a link that ends before `close` is a loss.
+        activity: The activity that a loss interrupts, for the error message.
+        on_loss: Function called once, in the thread, with the first loss.
 
     Attributes:
-        loss: the first loss; None as long as there is none.
+        loss: The first loss; None if no member was lost.
     """
 
     def __init__(self, membership: Membership, activity: str, on_loss: Callable[[PeerLostError], object]):
@@ -41,20 +41,20 @@ class LostPeerWatch:
         self._ranks: dict[int, Rank] = {link.fileno(): rank for rank, link in membership.links.items()}
         self._poller = select.poll()
         for fileno in self._ranks:
-            self._poller.register(fileno, _PEER_CLOSED)  # not for reading: what arrives is for others
+            self._poller.register(fileno, _PEER_CLOSED)  # not for reading: the data is for others
         self._thread = threading.Thread(target=self._run, name="phalanx-peer-watch", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """From now on the end of a link means nothing; safe to call twice, and before the links are closed."""
+        """Stop watching, so that links may end. Call this before closing the links; safe to call twice."""
         self._is_closed = True
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
     def wait_for_loss(self, at_most_s: float) -> PeerLostError | None:
-        """The loss, if there is one or one comes within so many seconds."""
+        """Wait at most `at_most_s` seconds for a loss and return it; None if there is none."""
         self._has_lost.wait(at_most_s)
         return self.loss
 

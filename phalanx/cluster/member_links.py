@@ -1,7 +1,7 @@
-"""The links between the members of a generation, kept from one generation to the next where they still work.
+"""The links between the members of a generation. Working links are kept for the next generation.
 
-Each task knows the addresses of all members from one order (`FormGeneration`), and then of two members without a link
-the one with the higher rank dials. Jobs of fixed size, elastic jobs and Horovod's process sets connect in this way.
+One order (`FormGeneration`) gives each task the addresses of all members. If two members have no link, the one with the
+higher rank dials. Jobs of fixed size, elastic jobs and Horovod's process sets connect in this way.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 
 LINK_UP_S = 5.0
-"""For the links of one generation. The other ends were heard of a moment ago."""
+"""Time limit for the links of one generation, whose members have all just been in contact."""
 ENDED_GRACE_S = 0.5
-"""How long a collective may continue in a generation that has ended. As a rule the links reveal the loss at once, with
-more details."""
+"""How long a collective may continue in a generation that has ended. Usually the links reveal the loss immediately,
+with more details."""
 
 
 class NotFormedError(PhalanxError):
@@ -32,11 +32,11 @@ class MemberLinks:
     """See the top of the file. Implements the listener's `Service`.
 
     Args:
-        identity: this process.
-        purpose: of the links.
+        identity: Identity of this process.
+        purpose: Purpose of the links.
 
     Attributes:
-        membership: the present generation; before the first one, a world of this process alone.
+        membership: The current generation; before the first one, this process alone.
     """
 
     def __init__(self, identity: TaskIdentity, purpose: str = MESH):
@@ -45,17 +45,17 @@ class MemberLinks:
         self.membership = Membership(0, 0, (identity.description.as_member(0),))
         # Protects `_arrived`, `_ended` and the exchange of `membership`. Notified when one of them changes.
         self._changed = threading.Condition()
-        # Links that others have opened and no generation uses yet, with the generation that they are for.
+        # Links opened by others that no generation uses yet, with the generation that they are for.
         self._arrived: dict[str, tuple[bytes, Link]] = {}
         self._ended = 0  # the last generation that has ended
-        # Links in use, by incarnation; they belong to the thread that forms generations, as does the next attribute.
+        # Links in use, by incarnation. This and the next attribute belong to the thread that forms generations.
         self._links: dict[str, Link] = {}
         self._unreachable: set[str] = set()  # incarnations, since `take_unreachable`
 
     # See `transport.listener.Service`.
 
     def admit(self, hello: Hello) -> Welcome:
-        del hello  # it knows the secret; whether it is a member is decided by the coordinator
+        del hello  # it has the secret; the coordinator decides whether it is a member
         return Welcome()
 
     def adopt(self, hello: Hello, link: Link) -> None:
@@ -69,16 +69,16 @@ class MemberLinks:
     # Generations.
 
     def form(self, order: FormGeneration) -> None:
-        """Connect to all members of a generation. Of two members without a link, the one with the higher rank dials.
+        """Connect to all members of a generation. If two members have no link, the one with the higher rank dials.
 
         Raises: NotFormedError if a member cannot be reached or the generation has already ended.
         """
-        # Members cannot wait for each other in a circle: a link is adopted in the listener's thread of the one dialled.
+        # No circular waits: the listener's thread of the dialed member adopts the link.
         self.dial(order)
         self.complete(order)
 
     def dial(self, order: FormGeneration) -> None:
-        """The first half of `form`: connect to the members of lower rank."""
+        """Connect to the members of lower rank: the first half of `form`."""
         self._drop_unusable(order)
         deadline = time.monotonic() + LINK_UP_S
         for address in order.members[: self._rank(order)]:
@@ -86,7 +86,7 @@ class MemberLinks:
                 self._links[address.incarnation] = self._open_link(address, order.generation, deadline)
 
     def complete(self, order: FormGeneration) -> None:
-        """The second half of `form`: wait for the links of the members of higher rank."""
+        """Wait for the links of the members of higher rank: the second half of `form`."""
         rank, deadline = self._rank(order), time.monotonic() + LINK_UP_S
         for address in order.members[rank + 1 :]:
             if address.incarnation not in self._links:
@@ -98,21 +98,21 @@ class MemberLinks:
             links={r: self._links[a.incarnation] for r, a in enumerate(order.members) if r != rank},
         )
         with self._changed:
-            # Decided and exchanged at once: afterwards `generation_ended` finds this membership and sets its end.
+            # Checked and replaced under one lock: later, `generation_ended` finds this membership and sets its end.
             if self._ended >= order.generation:
                 membership.state.abort_at = time.monotonic()
             self.membership = membership
 
     def generation_ended(self, generation: int) -> None:
-        """Stop waiting in this generation, for links or in a collective. May be called from any thread."""
+        """Stop waiting for links or in a collective of this generation. May be called from any thread."""
         with self._changed:
-            self._ended = max(self._ended, generation)  # the chief hears of each lost task in a thread of its own
+            self._ended = max(self._ended, generation)  # the chief learns of each lost task in a separate thread
             if self.membership.generation == generation:
                 self.membership.state.abort_at = time.monotonic() + ENDED_GRACE_S
             self._changed.notify_all()
 
     def take_unreachable(self) -> list[str]:
-        """The incarnations of members that could not be reached or did not answer since the last call."""
+        """Return the incarnations of members that could not be reached or did not answer since the last call."""
         state = self.membership.state
         found = self._unreachable | {self.membership.members[rank].incarnation for rank in state.unresponsive}
         self._unreachable = set()
@@ -134,24 +134,26 @@ class MemberLinks:
         return next(rank for rank, address in enumerate(order.members) if address.incarnation == me)
 
     def _drop_unusable(self, order: FormGeneration) -> None:
-        """Close links to former members, broken links, and closed ones: if both ends live, the network closed them."""
+        """Close links to former members, broken links, and closed ones (which the network closed if both ends live)."""
         self._take_over_former(order.generation - 1)
         me = self._identity.description.incarnation
-        # A process that was not a member before opens new links: those that are kept may be of a former attempt.
+        # A process that was not a member before opens new links: existing ones may be from an earlier attempt.
         wanted = {address.incarnation for address in order.members if address.completed >= 0}
         wanted -= {incarnation for pair in order.broken if me in pair for incarnation in pair}
         for incarnation, link in list(self._links.items()):
             if incarnation not in wanted or link.closed or link.peer_closed():
                 self._links.pop(incarnation).close()
-        with self._changed:  # those of processes that were lost before they became members
+        with self._changed:  # links of processes that were lost before they became members
             for incarnation, (_, link) in list(self._arrived.items()):
                 if link.peer_closed():
                     del self._arrived[incarnation]
                     link.close()
 
     def _take_over_former(self, generation: int) -> None:
-        """Use links of a generation that this process gave up before it had taken them: their dialers keep them, and do
-        not dial again."""
+        """Use links of a generation that this process abandoned before it took them.
+
+        Their dialers keep them and do not dial again.
+        """
         with self._changed:
             for incarnation, (details, link) in list(self._arrived.items()):
                 if details == _details_of(generation):
@@ -174,7 +176,7 @@ class MemberLinks:
 
     def _await_link(self, member: MemberAddress, generation: int, deadline: float) -> Link:
         def has_arrived() -> bool:
-            # A link of an earlier attempt, which the other end has given up, does not count.
+            # A link of an earlier attempt, which the other end has abandoned, does not count.
             details, _ = self._arrived.get(member.incarnation, (b"", None))
             return details == _details_of(generation)
 
@@ -191,5 +193,5 @@ class MemberLinks:
 
 
 def _details_of(generation: int) -> bytes:
-    """The details of the Hello of a link that is opened for a generation."""
+    """Return the details of the Hello for a link of this generation."""
     return str(generation).encode()

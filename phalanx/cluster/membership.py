@@ -22,12 +22,12 @@ class Member:
     """One process of the job.
 
     Attributes:
-        rank: its number, 0 to world_size - 1; rank 0 is the chief.
-        task: its name in the cluster, for example `worker/1`.
-        host: the identity of its host: equal for two members that can share memory.
+        rank: Number of the member, 0 to world_size - 1; rank 0 is the chief.
+        task: Name in the cluster, for example `worker/1`.
+        host: Identity of its host: equal for two members that can share memory.
         address: `host:port` of its listening port.
-        pid: its process id on its host.
-        incarnation: random, one for each process.
+        pid: Process id on its host.
+        incarnation: Random identifier, different in each process.
     """
 
     rank: Rank
@@ -40,15 +40,15 @@ class Member:
 
 @dataclass(slots=True)
 class GenerationState:
-    """What collectives and the elastic node tell each other about a generation. Unused in jobs of fixed size.
+    """State of a generation that collectives and the elastic node share. Unused in jobs of fixed size.
 
-    Without a lock of its own: `abort_at` is one store, which a reader may see a poll late; `unresponsive` belongs to
-    the thread that runs collectives and, between two generations, to the one that reports.
+    It needs no lock: `abort_at` is a single store, which a reader may see one poll late; `unresponsive` belongs to the
+    thread that runs collectives and, between two generations, to the thread that reports.
 
     Attributes:
-        abort_at: when waiting collectives give up because the generation has ended, by `time.monotonic`. Set by the
-            node's thread.
-        unresponsive: ranks that did not arrive in time, or to which the connection broke. Set by collectives.
+        abort_at: The time (`time.monotonic`) at which waiting collectives give up because the generation has ended. Set
+            by the node's thread.
+        unresponsive: Ranks that did not arrive in time or whose connection broke. Set by collectives.
     """
 
     abort_at: float = math.inf
@@ -60,11 +60,11 @@ class Membership:
     """The members of one generation, seen from one of them.
 
     Attributes:
-        generation: grows by one whenever a member leaves or joins.
-        rank: the rank of this process.
-        members: all members, in rank order.
-        links: an open link to every other rank; `close()` closes them.
-        state: see `GenerationState`.
+        generation: Number that increases by one whenever a member leaves or joins.
+        rank: The rank of this process.
+        members: All members, in rank order.
+        links: An open link to every other rank; `close()` closes them.
+        state: See `GenerationState`.
     """
 
     generation: int
@@ -99,12 +99,12 @@ class Membership:
         return self.local_ranks.index(self.rank)
 
     def peer_lost(self, rank: Rank, during: str, why: str = "") -> PeerLostError:
-        """The error that names a lost member.
+        """Return the error that names a lost member.
 
         Args:
-            rank: the lost member.
-            during: what this process was doing.
-            why: the state of the connection as a sentence; by default, that it closed.
+            rank: Rank of the lost member.
+            during: The activity of this process.
+            why: State of the connection as a sentence; by default, that it closed.
         """
         member = self.members[rank]
         return PeerLostError(
@@ -119,7 +119,7 @@ class Membership:
         """Close the links.
 
         Args:
-            flush: whether to wait until all bytes sent over them have arrived.
+            flush: Whether to wait until all bytes sent over them have arrived.
         """
         if flush:
             wait_until_delivered(self.links.values())

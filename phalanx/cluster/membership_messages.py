@@ -1,7 +1,7 @@
 """The messages between the coordinator of a job and the processes that take part in it or want to join.
 
-An elastic job has its coordinator in the launcher (`phalanx.elastic`). In a job of fixed size the chief coordinates,
-until the job begins (`rendezvous`).
+The coordinator of an elastic job is in the launcher (`phalanx.elastic`). In a job of fixed size, the chief coordinates
+until the job starts (`rendezvous`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 Message = TypeVar("Message")
 
 IDLE_S = 3600.0
-"""One wait for a message, which is repeated for as long as the link stands."""
+"""Duration of one wait for a message; waits repeat while the link is open."""
 SLOWEST_BYTES_PER_S = 1e6
-"""A large result takes longer on a slow network."""
+"""Slowest network that timeouts allow for: a large message gets more time."""
 
 LAUNCHER = "the launcher"
-"""The name of the elastic coordinator as a task, in messages to people too."""
+"""Task name of the elastic coordinator, also in messages to the user."""
 COORDINATOR = "elastic coordinator"
 """Purpose of a process's link to the coordinator."""
 RENDEZVOUS = "rendezvous"
-"""Purpose of a task's link to the chief until a job of fixed size begins."""
+"""Purpose of a task's link to the chief until a job of fixed size starts."""
 MESH = "mesh"
 """Purpose of the links between members."""
 
@@ -42,12 +42,11 @@ FAILED = "failed"
 
 
 class JoinResponse(msgspec.Struct, frozen=True):
-    """The coordinator's answer to a process that has arrived, inside the `Welcome`. The `Hello` holds its
-    `TaskDescription`.
+    """The coordinator's answer to a new process, inside the `Welcome`. The `Hello` holds its `TaskDescription`.
 
     Attributes:
-        has_begun: whether the job is already running, so that the process is a candidate.
-        initial_world_size: the number of members with which the job began, or is to begin.
+        has_begun: Whether the job is already running, so that the process is a candidate.
+        initial_world_size: Number of members with which the job started or will start.
     """
 
     has_begun: bool
@@ -58,13 +57,13 @@ class JoinResponse(msgspec.Struct, frozen=True):
 
 
 class EntryQuery(msgspec.Struct, frozen=True, tag="query"):
-    """The sender, a candidate, has reached this entry of the program and asks for its status."""
+    """The sender, a candidate, has reached this entry of the program and queries its status."""
 
     entry: int
 
 
 class ReadyToJoin(msgspec.Struct, frozen=True, tag="ready"):
-    """The sender waits at the beginning of this entry and can become a member."""
+    """The sender waits at the start of this entry and can become a member."""
 
     entry: int
 
@@ -73,13 +72,13 @@ class LossReport(msgspec.Struct, frozen=True, tag="report"):
     """The sender has left its generation, because a member was lost or because the coordinator requested it.
 
     Attributes:
-        generation: the generation that the sender has left.
-        completed: the number of collectives that the sender has completed since the job began.
-        boundary: whether the interrupted collective is the merge of a training step, before which others may join.
-        needs_state: whether the sender has not received the job's state yet.
-        late: the text of the timeout, if that was the reason.
-        missing: incarnations of members that the sender could not reach or that did not answer in time.
-        linked: whether all links of the generation were established. If not, nothing was computed in it.
+        generation: The generation that the sender has left.
+        completed: Number of collectives that the sender has completed since the job started.
+        boundary: Whether the interrupted collective is the merge of a training step, before which others may join.
+        needs_state: Whether the sender has not received the job's state yet.
+        late: Text of the timeout, if that was the reason.
+        missing: Incarnations of members that the sender could not reach or that did not answer in time.
+        linked: Whether all links of the generation were established. If not, nothing was computed in it.
     """
 
     generation: int
@@ -95,8 +94,8 @@ class LinksReport(msgspec.Struct, frozen=True, tag="links"):
     """In a job of fixed size: whether the sender has links to all members of a generation.
 
     Attributes:
-        generation: the number of the generation.
-        failure: which member it cannot reach, and why; empty if it has all links.
+        generation: Number of the generation.
+        failure: The member that the sender cannot reach, and why; empty if it has all links.
     """
 
     generation: int
@@ -104,12 +103,12 @@ class LinksReport(msgspec.Struct, frozen=True, tag="links"):
 
 
 class EntryBegan(msgspec.Struct, frozen=True, tag="began"):
-    """From the chief: an entry begins. Also the answer to a candidate's query: the entry has begun.
+    """From the chief: an entry starts. Also the answer to a candidate's query: the entry has started.
 
     Attributes:
-        entry: the number of the entry.
-        note: what every participant must know from the beginning of the entry (its seed).
-        members: the number of members; set in the answer.
+        entry: Number of the entry.
+        note: Data that every participant needs at the start of the entry (its seed).
+        members: Number of members; set in the answer.
     """
 
     entry: int
@@ -121,8 +120,8 @@ class EntryFinished(msgspec.Struct, frozen=True, tag="finished"):
     """From the chief: an entry has finished.
 
     Attributes:
-        result: what the call returned.
-        state: what else it has left to the program; empty if that is nothing, or too much to keep.
+        result: Result of the call.
+        state: Other state that the call has left to the program; empty if there is none or it is too large to keep.
     """
 
     entry: int
@@ -131,11 +130,11 @@ class EntryFinished(msgspec.Struct, frozen=True, tag="finished"):
 
 
 class EntryLeft(msgspec.Struct, frozen=True, tag="left"):
-    """From each member: it takes part in an entry no longer.
+    """From each member: it no longer takes part in an entry.
 
     Attributes:
-        entry: the number of the entry.
-        is_finished: whether it has done its part; else an exception ended it.
+        entry: Number of the entry.
+        is_finished: Whether the member has done its part; otherwise an exception ended it.
     """
 
     entry: int
@@ -143,7 +142,7 @@ class EntryLeft(msgspec.Struct, frozen=True, tag="left"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="alive"):
-    """The sender lives; twice a second."""
+    """The sender is alive; sent twice a second."""
 
 
 class LeaveNotice(msgspec.Struct, frozen=True, tag="leave"):
@@ -157,9 +156,9 @@ class MemberAddress(msgspec.Struct, frozen=True):
     """A member of a generation and where it listens.
 
     Attributes:
-        completed: the number of collectives as in its `LossReport`; -1 if it was not a member of the last generation.
-        needs_state: whether it must receive the job's state.
-        is_late: whether it became a member when the job was running.
+        completed: Number of collectives in its `LossReport`; -1 if it was not a member of the last generation.
+        needs_state: Whether it must receive the job's state.
+        is_late: Whether it became a member while the job was running.
     """
 
     incarnation: str
@@ -191,9 +190,9 @@ class FormGeneration(msgspec.Struct, frozen=True, tag="form"):
     """The members of the next generation, in rank order. They connect to each other and continue.
 
     Attributes:
-        generation: the number of the generation.
-        members: all members, in rank order.
-        broken: pairs of incarnations that must replace the link between them.
+        generation: Number of the generation.
+        members: All members, in rank order.
+        broken: Pairs of incarnations that must replace the link between them.
     """
 
     generation: int
@@ -202,11 +201,11 @@ class FormGeneration(msgspec.Struct, frozen=True, tag="form"):
 
 
 class StartOrder(msgspec.Struct, frozen=True, tag="start"):
-    """In a job of fixed size: all members have all links, and the job begins."""
+    """In a job of fixed size: all members have all links, and the job starts."""
 
 
 class GenerationEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """To members that have not reported: this generation has ended. The links between members may not say so when a
+    """To members that have not reported: this generation has ended. The links between members may not show this when a
     connection is half open or the network is cut."""
 
     generation: int
@@ -219,7 +218,7 @@ class RegroupRequest(msgspec.Struct, frozen=True, tag="regroup"):
 
 
 class PastEntry(msgspec.Struct, frozen=True, tag="past"):
-    """The entry that the receiver has reached finished earlier; see `EntryFinished`."""
+    """The entry that the receiver has reached has already finished; see `EntryFinished`."""
 
     entry: int
     result: bytes
@@ -230,11 +229,11 @@ class Dismissed(msgspec.Struct, frozen=True, tag="dismissed"):
     """The receiver no longer takes part in the job.
 
     Attributes:
-        reason: the explanation shown to people.
+        reason: Explanation for the user.
         cause: `evicted` (it was stuck), `surplus` (fewer workers are requested), `over` (the job has finished),
-            `failed` (the job has failed); before a job of fixed size begins, `disagreement`, or `lost` (a task has
+            `failed` (the job has failed); before a job of fixed size starts, `disagreement`, or `lost` (a task has
             exited).
-        task: the task that has exited.
+        task: The task that has exited.
     """
 
     reason: str
@@ -255,12 +254,12 @@ ToCoordinator = (
 )
 FromCoordinator = FormGeneration | StartOrder | GenerationEnded | EntryBegan | RegroupRequest | PastEntry | Dismissed
 
-NOT_KEPT = b"\xc1too large"  # 0xc1 begins no msgpack value
+NOT_KEPT = b"\xc1too large"  # no msgpack value starts with 0xc1
 """Replaces a result that is too large to keep in the launcher's memory."""
 
 
 def pack(message: ToCoordinator | FromCoordinator) -> tuple[bytes, list[bytes]]:
-    """The header and the buffers of a frame; see `unpack`. Result and state may exceed the size limit of a header."""
+    """Return header and buffers of a frame; see `unpack`. Result and state may exceed the size limit of a header."""
     if isinstance(message, EntryFinished | PastEntry):
         header = msgspec.msgpack.encode(msgspec.structs.replace(message, result=b"", state=b""))
         return header, [message.result, message.state]
@@ -268,7 +267,7 @@ def pack(message: ToCoordinator | FromCoordinator) -> tuple[bytes, list[bytes]]:
 
 
 def unpack(decoder: Decoder[Message], header: bytes, buffers: Sequence[memoryview]) -> Message:
-    """The message in a frame.
+    """Return the message in a frame.
 
     Raises: FrameError if the frame holds no valid message.
     """
@@ -282,9 +281,9 @@ def send(link: Link, message: ToCoordinator | FromCoordinator, timeout_s: float)
     """Send a message over a link.
 
     Args:
-        link: the link.
-        message: the message.
-        timeout_s: seconds for a small message; a large one may take longer.
+        link: The link.
+        message: The message.
+        timeout_s: Seconds for a small message; a large one may take longer.
 
     Raises: LinkClosedError or LinkTimeoutError if the other end does not read it.
     """
@@ -293,7 +292,7 @@ def send(link: Link, message: ToCoordinator | FromCoordinator, timeout_s: float)
 
 
 def receive_one(link: Link, decoder: Decoder[Message], *, deadline: float) -> Message:
-    """The next message.
+    """Return the next message.
 
     Raises: LinkClosedError, LinkTimeoutError, FrameError as `Link.receive`.
     """
@@ -301,7 +300,7 @@ def receive_one(link: Link, decoder: Decoder[Message], *, deadline: float) -> Me
 
 
 def receive(link: Link, decoder: Decoder[Message]) -> Iterator[Message]:
-    """The messages that arrive over a link, until it ends."""
+    """Yield the messages that arrive over a link, until it ends."""
     while True:
         try:
             yield receive_one(link, decoder, deadline=time.monotonic() + IDLE_S)

@@ -1,4 +1,4 @@
-"""Finds out which tasks are missing in a rendezvous, and why."""
+"""Determines which tasks are missing in a rendezvous, and why."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from phalanx.transport.listener import Listener
 logger = logging.getLogger(__name__)
 
 NOTICE_AFTER_S = 2.0
-"""When a task logs which tasks are missing. Tasks that start together import packages for a few seconds."""
+"""When a task logs the missing tasks. Tasks that start together import packages for a few seconds."""
 EXITED_POLL_S = 1.0
 EXITED_AFTER_S = 4.0
-"""How long nothing must listen at a task's port before the task counts as exited: a program may restart itself."""
+"""How long a task's port must have no listener before the task counts as exited: a program may restart itself."""
 
 
 def watch_missing_tasks(state: RendezvousState) -> None:
-    """Log once which tasks are missing. Then the chief looks whether they have exited. The body of a thread."""
+    """Log the missing tasks once; on the chief, then check whether they have exited. The body of a thread."""
     if state.wait_until_over(NOTICE_AFTER_S):
         return
     lines = describe_missing(state)
@@ -63,7 +63,7 @@ def _is_refused(me: TaskIdentity, rank: Rank) -> bool:
 
 
 def task_exited(me: TaskIdentity, rank: Rank) -> PeerLostError:
-    """The error of a task that has waited for one that has exited."""
+    """Return the error of a task that has waited for one that has exited."""
     task, address = me.tasks[rank], me.spec.address(me.tasks[rank])
     return PeerLostError(
         f"{task} (rank {rank}) has ended before the job began, and {me.task} waited for it: nothing listens at its "
@@ -75,7 +75,7 @@ def task_exited(me: TaskIdentity, rank: Rank) -> PeerLostError:
 
 
 def timeout_error(state: RendezvousState) -> RendezvousError:
-    """The error of a task whose time is up, with everything known about the missing tasks."""
+    """Return the error of a task that has timed out, with everything known about the missing tasks."""
     me = state.me
     lines = "\n".join(f"  {line}" for line in describe_missing(state))
     return RendezvousError(
@@ -88,7 +88,7 @@ def timeout_error(state: RendezvousState) -> RendezvousError:
 
 
 def describe_owner(me: TaskIdentity, owner: TaskDescription) -> str:
-    """The error for a process whose own address belongs to another process of the job."""
+    """Return the error text for a process whose address belongs to another process of the job."""
     return (
         f"{me.task} runs already: {owner.whereabouts} answers at its address, {me.address}. Two processes have the "
         f"same task: give this one (pid {me.description.pid} on {me.description.host}) another task.index in "
@@ -97,7 +97,7 @@ def describe_owner(me: TaskIdentity, owner: TaskDescription) -> str:
 
 
 def describe_missing(state: RendezvousState) -> list[str]:
-    """One line for each missing task with its address and the reason, or what the present tasks wait for."""
+    """Return a line with address and reason for each missing task, or lines on what the present tasks wait for."""
     me = state.me
     if missing := _find_missing(state):
         return [
@@ -111,9 +111,9 @@ def describe_missing(state: RendezvousState) -> list[str]:
 
 
 def _find_missing(state: RendezvousState) -> dict[Rank, str]:
-    """The missing tasks, with the reasons. Only the chief knows which tasks are present; another task asks them all.
+    """Return the missing tasks, with the reasons. Only the chief knows who is present; other tasks probe all tasks.
 
-    Ends the rendezvous if another process has this task's address, or a task differs that cannot reach this one.
+    Ends the rendezvous if another process has this task's address, or if a task that cannot reach this one disagrees.
     """
     me, is_chief = state.me, state.me.rank == CHIEF_RANK
     with state.changed:
@@ -134,11 +134,11 @@ def _find_missing(state: RendezvousState) -> dict[Rank, str]:
 
     asked = [rank for rank in me.other_ranks if (rank in found if is_chief else rank != CHIEF_RANK)]
     _run_in_threads(look, [*asked, me.rank], until=time.monotonic() + PROBE_TIMEOUT_S + 0.5)
-    return dict(found)  # a copy, because a thread that is late may still add to it
+    return dict(found)  # a copy, because a late thread may still add to it
 
 
 def _run_in_threads(function: Callable[[Rank], None], ranks: Iterable[Rank], *, until: float) -> None:
-    """Call the function for all ranks concurrently; returns when all are done, or at `until` (monotonic)."""
+    """Call the function for all ranks concurrently; return when all are done, or at `until` (monotonic)."""
     threads = [
         threading.Thread(target=function, args=(rank,), name=f"phalanx-probe-{rank}", daemon=True) for rank in ranks
     ]

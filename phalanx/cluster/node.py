@@ -1,4 +1,4 @@
-"""A member of a job, and `join`, which makes this process one."""
+"""A member of a job, and `join`, which makes this process a member."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Node(ABC):
     """Owns the resources of a member: the links to the other members, and the port for later connections.
 
     Attributes:
-        identity: this process's task and its connections.
-        membership: the members, with links between them.
-        listener: the port, on which services can be registered; None in a world of one, unless an evaluator probes
-            it.
+        identity: This process's task and its connections.
+        membership: The members, with links between them.
+        listener: The port, on which services can be registered; None in a world of size one, unless an evaluator
+            probes it.
     """
 
     identity: TaskIdentity
@@ -59,7 +59,7 @@ class Node(ABC):
         """Leave the job: close the links and free the port. Safe to call twice.
 
         Args:
-            flush: whether to wait until all bytes sent have arrived, as a process that has finished does.
+            flush: Whether to wait until all bytes sent have arrived, as a process that has finished does.
         """
 
 
@@ -85,27 +85,28 @@ def join(
     config: JobConfig | None = None,
     timeout_s: float | None = None,
 ) -> FixedNode:
-    """Find the other tasks of the cluster; returns when all of them are linked to each other.
+    """Find the other tasks of the cluster; return when all of them are linked to each other.
 
-    A cluster without tasks, one with a single worker, and the task of an evaluator are a world of one, which does
-    not wait. Parameter servers and evaluators never count.
+    A cluster without tasks, a cluster with a single worker, and an evaluator's task are each a world of size one, which
+    does not wait. Parameter servers and evaluators never count.
 
     >>> node = join(ClusterSpec({}))
     >>> node.membership.rank, node.membership.world_size
     (0, 1)
 
     Args:
-        cluster: the cluster, or a resolver for it and this process's task.
-        task: this process's task, if `cluster` is a spec; otherwise it replaces the resolver's.
-        facts: what all tasks must agree on, besides the cluster and the version of Phalanx.
-        config: the configuration; read from the environment if not given.
-        timeout_s: seconds to wait for the others; PHALANX_RENDEZVOUS_TIMEOUT if not given.
+        cluster: The cluster, or a resolver for it and this process's task.
+        task: This process's task, if `cluster` is a spec; otherwise it replaces the resolver's.
+        facts: Facts that all tasks must agree on, in addition to the cluster and the version of Phalanx.
+        config: The configuration; read from the environment if not given.
+        timeout_s: Seconds to wait for the others; PHALANX_RENDEZVOUS_TIMEOUT if not given.
 
     Raises:
-        ConfigurationError: the cluster is described wrongly, the port is taken, or the task is already running.
+        ConfigurationError: the description of the cluster is invalid, the port is taken, or the task is already
+            running.
         RendezvousError: tasks did not arrive in time; the message names them and the reasons.
         DisagreementError: tasks differ in what must be equal; raised on all of them with the same message.
-        HandshakeError: a task has another secret, or something else listens at its address.
+        HandshakeError: a task has a different secret, or another program listens at its address.
         UnsupportedError: this process is a parameter server, or `phalanx plan` examines the program.
     """
     config = config or JobConfig.from_environment()

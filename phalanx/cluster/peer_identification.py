@@ -17,11 +17,11 @@ from phalanx.transport.link import Link
 PROBE = "probe"
 """Purpose of a connection that only identifies the task."""
 PROBE_TIMEOUT_S = 1.0
-"""For one answer, which goes into a message: a person waits for it."""
+"""Time limit for one answer: the user waits for the message that contains it."""
 
 
 class ProbeService:
-    """Describes this task to those that connect."""
+    """Sends the description of this task to the processes that connect."""
 
     def __init__(self, me: TaskIdentity):
         self._me = me
@@ -36,7 +36,7 @@ class ProbeService:
 
 
 def identify_task(me: TaskIdentity, task: Task, timeout_s: float = PROBE_TIMEOUT_S) -> TaskDescription | PhalanxError:
-    """The description of the task that listens at a task's address, or why there is no answer."""
+    """Return the description of the task that listens at a task's address, or the reason for no answer."""
     try:
         link, welcome = me.dial(task, PROBE, deadline=time.monotonic() + timeout_s)
         link.close()

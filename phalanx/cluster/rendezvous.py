@@ -1,9 +1,9 @@
 """The rendezvous: the tasks of a cluster find each other, check that they agree, and become linked ranks.
 
-A job of fixed size is formed as a generation of an elastic one is (`member_links`), with the chief as its coordinator.
-Every task dials the chief and describes itself; the chief compares what must agree (`task_comparison`). When all are
-present, it sends them the list of members; they link to each other and report whether they could; when all could, the
-chief sends the start.
+A job of fixed size forms like a generation of an elastic job (`member_links`), with the chief as its coordinator. Every
+task dials the chief and describes itself; the chief compares what must agree (`task_comparison`). When all tasks are
+present, the chief sends them the list of members. They link to each other and report the outcome; when all have
+succeeded, the chief sends the start order.
 
                     all are present            all have all links
     gathering  --------------------->  linking  ----------------->  started
@@ -11,9 +11,9 @@ chief sends the start.
         +--- a task is lost, or cannot ---+
              reach another one
 
-Until then, tasks may restart in any order, minutes apart: one that loses the chief dials it again, and the chief waits
-again for one that it loses. A failure ends the rendezvous for all: the chief dismisses those that are present and
-refuses those that arrive, so that every task raises the same message.
+Before the start, tasks may restart in any order, minutes apart: a task that loses the chief dials it again, and the
+chief waits again for a task that it loses. A failure ends the rendezvous for all: the chief dismisses the tasks that
+are present and refuses those that arrive later, so that every task raises the same message.
 
 If two processes have the same task, the chief accepts the first one and refuses the other, which raises an error.
 """
@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 PORT_TAKEN_PATIENCE_S = 5.0
 """How long to retry opening the port while a process that does not answer holds it: it may be about to exit."""
 POLL_S = 0.5
-"""Longest time between two checks whether the rendezvous has failed."""
+"""Longest interval between two checks for a failed rendezvous."""
 
 _decoder: Decoder[messages.FromCoordinator] = Decoder(messages.FromCoordinator)
 
@@ -103,7 +103,7 @@ def gather_members(me: TaskIdentity, timeout_s: float) -> tuple[Membership, List
 
 def _listen(me: TaskIdentity) -> Listener:
     patience_until = time.monotonic() + PORT_TAKEN_PATIENCE_S
-    # An owner that answers is of this job and stays; any other may be a process of an earlier one on its way out.
+    # An owner that answers belongs to this job and stays; any other may be an exiting process of an earlier job.
     while True:
         try:
             return me.open_listener()
@@ -117,7 +117,7 @@ def _listen(me: TaskIdentity) -> Listener:
 
 
 class _MemberRendezvous:
-    """The part of every task but the chief."""
+    """The rendezvous in every task except the chief."""
 
     def __init__(self, state: RendezvousState):
         self._me, self._state = state.me, state
@@ -125,7 +125,7 @@ class _MemberRendezvous:
 
     def gather(self) -> Membership:
         while True:
-            # Before the chief knows of this task, and without links and orders of a chief that is gone.
+            # Before the chief sees this task, and without links and orders of a previous chief.
             self._state.listener.register(messages.MESH, self._links)
             try:
                 link = self._reach_chief()
@@ -142,13 +142,13 @@ class _MemberRendezvous:
                 raise
 
     def _reach_chief(self) -> Link:
-        """A link to the chief, which is dialled until it accepts this task."""
+        """Dial the chief until it accepts this task, and return the link."""
         me, state = self._me, self._state
         chief, details = me.tasks[CHIEF_RANK], msgspec.msgpack.encode(me.description)
         absent_since = time.monotonic()
-        # Since when every attempt has been answered without success, and since when nothing has listened there.
+        # Start of the period in which every attempt was answered without success, or in which nothing listened there.
         failing_since = refused_since = None
-        answer = ""  # the last one, which says more than that nothing listens there any longer
+        answer = ""  # the last one: more informative than that nothing listens there any longer
         while True:
             now = time.monotonic()
             try:
@@ -180,7 +180,7 @@ class _MemberRendezvous:
             match order:
                 case messages.FormGeneration():
                     failure = ""
-                    # Blocks for LINK_UP_S twice at most. Then the chief decides: it starts the job or orders again.
+                    # Blocks for at most twice LINK_UP_S. Then the chief either starts the job or sends a new order.
                     try:
                         self._links.form(order)
                     except NotFormedError as error:
@@ -195,22 +195,22 @@ class _MemberRendezvous:
                     raise task_exited(self._me, self._me.rank_of(task) or CHIEF_RANK)
 
     def _check(self) -> None:
-        """Raise what ends the rendezvous, if it has failed or its time is over."""
+        """Raise an error if the rendezvous has failed or timed out."""
         self._state.check()
         if time.monotonic() >= self._state.deadline:
             raise timeout_error(self._state)
 
 
 def permanent_error(error: HandshakeError, failing_s: float) -> PhalanxError | None:
-    """The error that ends the rendezvous, or None if another attempt at the chief may succeed.
+    """Return the error that ends the rendezvous, or None if another attempt to reach the chief may succeed.
 
     Args:
-        error: the result of the last attempt.
-        failing_s: for how many seconds all attempts have been answered without success.
+        error: Error of the last attempt.
+        failing_s: Seconds during which all attempts have been answered without success.
     """
     if not isinstance(error, RefusedError):
         return error if failing_s >= HANDSHAKE_FAILURES_S else None
-    # Any other refusal may pass: the port still belongs to an earlier job, or the chief does not serve yet.
+    # Any other refusal may be temporary: the port still belongs to an earlier job, or the chief does not serve yet.
     kinds = {DISAGREEMENT: DisagreementError, RUNNING: RendezvousError, DUPLICATE: ConfigurationError}
     kind = kinds.get(error.welcome.refusal)
     return None if kind is None else kind(error.welcome.reason)

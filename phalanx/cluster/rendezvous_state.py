@@ -1,4 +1,4 @@
-"""How far a task is in the rendezvous, as its threads share it."""
+"""A task's progress in the rendezvous, shared by its threads."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class RendezvousState:
     """See the top of the file. All methods may be called from any thread.
 
     Args:
-        me: this task.
-        listener: its port.
-        timeout_s: seconds to wait for the others.
+        me: This task.
+        listener: Its port.
+        timeout_s: Seconds to wait for the others.
 
     Attributes:
-        deadline: when the time is over, a value of `time.monotonic()`.
-        changed: protects everything below; notified when it changes.
-        missing: the tasks that this one waits for, with the reason, as far as it is known. The chief waits for all
-            others, which wait for the chief.
-        obstacles: what keeps the tasks, all of which are present, from the start. Known to the chief only.
-        failure: the error that ends the rendezvous, if there is one.
-        is_over: whether the job has begun, or the rendezvous has ended with an error.
+        deadline: Time at which the rendezvous times out, a value of `time.monotonic()`.
+        changed: Condition that protects everything below; notified when it changes.
+        missing: The tasks that this one waits for, with the reason if it is known. The chief waits for all others,
+            which wait for the chief.
+        obstacles: Reasons that prevent the start although all tasks are present. Known only to the chief.
+        failure: The error that ends the rendezvous, if any.
+        is_over: Whether the job has started, or the rendezvous has ended with an error.
     """
 
     def __init__(self, me: TaskIdentity, listener: Listener, timeout_s: float):
@@ -51,14 +51,14 @@ class RendezvousState:
             self.changed.notify_all()
 
     def fail(self, error: PhalanxError) -> None:
-        """End the rendezvous with this error, unless it is over or has failed already."""
+        """End the rendezvous with this error, unless it is already over or has failed."""
         with self.changed:
             if self.failure is None and not self.is_over:
                 self.failure = error
                 self.changed.notify_all()
 
     def check(self) -> None:
-        """Raise the failure, if there is one."""
+        """Raise the failure, if any."""
         if self.failure is not None:
             raise self.failure
 
@@ -68,6 +68,6 @@ class RendezvousState:
             self.changed.notify_all()
 
     def wait_until_over(self, timeout_s: float) -> bool:
-        """Wait until the rendezvous is over or has failed, for at most `timeout_s`; returns whether it has."""
+        """Wait at most `timeout_s` until the rendezvous is over or has failed; return whether it is or has."""
         with self.changed:
             return self.changed.wait_for(lambda: self.is_over or self.failure is not None, timeout=timeout_s)

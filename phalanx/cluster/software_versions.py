@@ -1,4 +1,4 @@
-"""The versions that this task would train with, found without importing Keras or a backend."""
+"""The software versions of this task, found without importing Keras or a backend."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SoftwareVersions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def installed_software() -> SoftwareVersions:
-    """The versions that this interpreter would import."""
+    """Return the versions that this interpreter would import."""
     backend = keras_backend(process_environment())
     return SoftwareVersions(
         python=platform.python_version(),
@@ -46,7 +46,7 @@ def installed_software() -> SoftwareVersions:
 
 
 def version_of(package: str) -> str:
-    """Its version; empty if it is not installed."""
+    """Return the version of a package; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

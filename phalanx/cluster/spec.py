@@ -33,7 +33,7 @@ class Task:
 
     Attributes:
         type: `chief`, `worker`, `ps` or `evaluator`.
-        index: its number among the tasks of its type, from 0.
+        index: Number of the task among the tasks of its type, from 0.
     """
 
     type: str
@@ -54,8 +54,8 @@ class ClusterSpec:
     """The tasks of a cluster and their addresses, with the methods of `tf.train.ClusterSpec`.
 
     Args:
-        cluster: task types with the addresses of their tasks, as a list or, where indices are missing, as a mapping
-            from index to address; or another ClusterSpec, including TensorFlow's and its `ClusterDef`.
+        cluster: Task types with the addresses of their tasks, as a list or, if indices are missing, as a mapping from
+            index to address. Or another ClusterSpec, or TensorFlow's `ClusterSpec` or `ClusterDef`.
 
     Raises: ConfigurationError if a type is unknown, or an address is malformed or used twice.
 
@@ -117,7 +117,7 @@ class ClusterSpec:
         return f"ClusterSpec({self.as_dict()!r})"
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Task types with their addresses: a list, or a dict by index where indices are missing."""
+        """Return task types with their addresses: a list, or a dict by index if indices are missing."""
         result: dict[str, list[str] | dict[int, str]] = {}
         for job_name, tasks in self._tasks.items():
             ordered = dict(sorted(tasks.items()))
@@ -126,9 +126,9 @@ class ClusterSpec:
         return result
 
     def as_cluster_def(self) -> Any:
-        """The cluster as TensorFlow's `ClusterDef`, which `tf.train.ClusterSpec` takes as well.
+        """Return the cluster as TensorFlow's `ClusterDef`, which `tf.train.ClusterSpec` also accepts.
 
-        Raises: UnsupportedError where TensorFlow is not installed.
+        Raises: UnsupportedError if TensorFlow is not installed.
         """
         if importlib.util.find_spec("tensorflow") is None:
             raise UnsupportedError(
@@ -146,15 +146,15 @@ class ClusterSpec:
         return list(self._tasks)
 
     def num_tasks(self, job_name: str) -> int:
-        """The number of tasks of this type."""
+        """Return the number of tasks of this type."""
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """The indices of the tasks of this type, in order."""
+        """Return the indices of the tasks of this type, in order."""
         return sorted(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """The `host:port` of one task."""
+        """Return the `host:port` of one task."""
         tasks = self._job(job_name)
         if task_index not in tasks:
             raise ConfigurationError(
@@ -163,7 +163,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """The addresses of the tasks of this type by index; None where an index is missing."""
+        """Return the addresses of the tasks of this type by index; None where an index is missing."""
         tasks = self._job(job_name)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
@@ -178,12 +178,12 @@ class ClusterSpec:
         return task.index in self._tasks.get(task.type, {})
 
     def address(self, task: Task) -> Address:
-        """The address of one task."""
+        """Return the address of one task."""
         return Address.parse(self.task_address(task.type, task.index), where=str(task))
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """All tasks: chief, workers, parameter servers, evaluators, each by index."""
+        """All tasks: chief, workers, parameter servers and evaluators, each type ordered by index."""
         return tuple(
             Task(job_name, index) for job_name in TASK_TYPES for index in sorted(self._tasks.get(job_name, ()))
         )
@@ -192,7 +192,7 @@ class ClusterSpec:
     def ranked_tasks(self) -> tuple[Task, ...]:
         """The tasks that hold a replica, in rank order: the chief first, then the workers.
 
-        Without a `chief` worker 0 has rank 0 and is the chief. Parameter servers and evaluators have no rank.
+        Without a `chief`, worker 0 has rank 0 and is the chief. Parameter servers and evaluators have no rank.
 
         Raises: ConfigurationError if the workers' indices have gaps.
         """
@@ -214,7 +214,7 @@ class ClusterSpec:
         return ranked[0]
 
     def check_member(self, task: Task) -> None:
-        """Raise ConfigurationError unless `task` is one of the cluster, or an evaluator outside it."""
+        """Raise ConfigurationError unless `task` is in the cluster, or is an evaluator outside it."""
         if task in self or (task.type == EVALUATOR and EVALUATOR not in self._tasks):
             return
         if task.type not in self._tasks:
@@ -248,7 +248,7 @@ def _indexed(tasks: Any, where: str) -> Iterable[tuple[int, object]]:
 
 
 def _index(key: object, where: str) -> int:
-    # JSON has only strings as keys, so "1" is an index too.
+    # JSON keys are always strings, so "1" is also an index.
     text = str(key)
     if isinstance(key, bool) or not is_index(text):
         raise ConfigurationError(f"{where} has the key {key!r}. Its keys are task indices: whole numbers from 0.")
@@ -256,7 +256,7 @@ def _index(key: object, where: str) -> int:
 
 
 def is_index(text: str) -> bool:
-    """Whether the text is a whole number of at most 18 ASCII digits; int() also accepts other scripts and `1_0`."""
+    """Return whether the text is an integer of 1 to 18 ASCII digits; int() also accepts other scripts and `1_0`."""
     return re.fullmatch("[0-9]{1,18}", text) is not None
 
 

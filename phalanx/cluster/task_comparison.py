@@ -1,4 +1,4 @@
-"""What the tasks of a job must agree on, compared at their first contact. Pure functions over descriptions."""
+"""Compares what the tasks of a job must agree on, at their first contact. Pure functions over descriptions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.cluster.spec import CHIEF, PS, TASK_TYPES, WORKER, ClusterSpec
 from phalanx.config.environment_variables import KERAS_BACKEND, SEED
 
 COMPARED_TYPES = (CHIEF, WORKER, PS)
-"""Some tasks may list the evaluator in their cluster and others not, since no task waits for it."""
+"""The compared types. Only some tasks may list the evaluator in their cluster, since no task waits for it."""
 
 SAME_BACKEND = "same"
 MIXED_BACKENDS = "mixed"
@@ -21,11 +21,11 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts that the layers above add to the comparison.
 
     Attributes:
-        keras: version of Keras.
+        keras: Version of Keras.
         backend: Keras backend of this task.
-        backend_policy: `same` if all tasks must have the same backend, `mixed` if each may have its own.
-        seed: seed of the job; None if none was set.
-        others: further values that must be equal, by name, for example {"floatx": "float32"}.
+        backend_policy: `same` if all tasks must have the same backend, `mixed` if backends may differ.
+        seed: Seed of the job; None if none was set.
+        others: Further values that must be equal, by name, for example {"floatx": "float32"}.
     """
 
     keras: str = ""
@@ -36,17 +36,17 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """How a task describes itself to another task at their first contact.
+    """A task's description of itself, sent to another task at their first contact.
 
     Attributes:
-        task: its name, `worker/1`.
-        incarnation: random, one for each process.
-        host: identity of its host, see `host_identity`.
-        address: where it listens.
-        pid: its process id on its host.
-        cluster: the addresses of all tasks as it knows them, by task name, without evaluators.
-        phalanx: its version of Phalanx.
-        facts: see `JobFacts`.
+        task: Name of the task, such as `worker/1`.
+        incarnation: Random identifier, different in each process.
+        host: Identity of its host, see `host_identity`.
+        address: Address of its listening port.
+        pid: Process id on its host.
+        cluster: The addresses of all tasks in its view, by task name, without evaluators.
+        phalanx: Its version of Phalanx.
+        facts: See `JobFacts`.
     """
 
     task: str
@@ -67,11 +67,11 @@ class TaskDescription(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe_difference(variables: Sequence[object], others: Sequence[object], one: str, other: str) -> str | None:
-    """The first difference between two lists of variables, as a sentence; None if they are equal.
+    """Describe the first difference between two lists of variables in a sentence; None if they are equal.
 
     Args:
-        variables, others: descriptions of variables, in order.
-        one, other: names of the tasks that have them.
+        variables, others: Descriptions of variables, in order.
+        one, other: Names of the tasks that have them.
     """
     for index, (left, right) in enumerate(zip(variables, others, strict=False)):
         if left != right:
@@ -84,15 +84,15 @@ def describe_difference(variables: Sequence[object], others: Sequence[object], o
 
 
 def cluster_by_task(spec: ClusterSpec) -> dict[str, str]:
-    """The compared part of a cluster: addresses by task name."""
+    """Return the compared part of a cluster: addresses by task name."""
     return {str(task): str(spec.address(task)) for task in spec.tasks if task.type in COMPARED_TYPES}
 
 
 def describe_disagreement(one: TaskDescription, other: TaskDescription) -> str | None:
     """Describe what two tasks disagree about; None if they agree.
 
-    The text names both tasks, both values, and the remedy. It does not depend on the order of the arguments, so that
-    all tasks of the job end with the same message.
+    The text names both tasks, both values, and the remedy. It does not depend on the order of the arguments, so all
+    tasks of the job end with the same message.
     """
     first, second = sorted((one, other), key=_order)
     differences = list(_differences(first, second))

@@ -1,4 +1,4 @@
-"""The identity of this process in its job, with which it listens and dials."""
+"""The identity of this process in its job, used to listen and dial."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class TaskIdentity:
     """This process's task in the cluster, and how it listens and connects to others. Immutable.
 
     Args:
-        spec: the cluster, with the address of this task if it listens.
-        task: the task of this process.
-        facts: what all tasks must agree on.
-        config: the configuration of the job.
-        is_elastic: whether members join and leave, so that tasks do not compare their clusters.
+        spec: The cluster, with the address of this task if it listens.
+        task: The task of this process.
+        facts: Facts that all tasks must agree on.
+        config: The configuration of the job.
+        is_elastic: Whether members join and leave, so that tasks do not compare their clusters.
 
     Attributes:
-        tasks: the tasks that have a rank, in rank order.
-        rank: the rank of this task; -1 if it has none.
-        other_ranks: all other ranks.
-        description: how this task describes itself to others.
+        tasks: The tasks that have a rank, in rank order.
+        rank: The rank of this task; -1 if it has none.
+        other_ranks: All other ranks.
+        description: The description of this task that others receive.
     """
 
     def __init__(self, spec: ClusterSpec, task: Task, facts: JobFacts, config: JobConfig, *, is_elastic: bool = False):
@@ -49,7 +49,7 @@ class TaskIdentity:
         self.credentials = Credentials(config.secret, load_tls(config.tls), config.encryption)
         self.description = TaskDescription(
             task=str(task),
-            incarnation=secrets.token_hex(8),  # pids repeat: in containers, and when a task is started again
+            incarnation=secrets.token_hex(8),  # pids repeat: in containers, and when a task restarts
             host=host_identity(config.host_id),
             address=str(spec.address(task)) if task in spec else "",
             pid=os.getpid(),
@@ -63,10 +63,10 @@ class TaskIdentity:
         return self.spec.address(self.task)
 
     def open_listener(self, sockets: list[socket.socket] | None = None) -> Listener:
-        """A listener for this task's port, not yet started.
+        """Return a listener for this task's port, not yet started.
 
         Args:
-            sockets: that listen at this task's address already; None opens them.
+            sockets: Sockets that already listen at this task's address; None opens them.
 
         Raises: ConfigurationError as `open_listening_sockets`.
         """
@@ -75,7 +75,7 @@ class TaskIdentity:
         return Listener(sockets, task=str(self.task), credentials=self.credentials, job=config.job_id)
 
     def rank_of(self, task: str) -> Rank | None:
-        """The rank of a task by its name; None if it has none."""
+        """Return the rank of the task with this name; None if it has none."""
         return next((rank for rank, known in enumerate(self.tasks) if str(known) == task), None)
 
     def dial(
@@ -97,12 +97,12 @@ class TaskIdentity:
         """Connect to another process of the job for a purpose.
 
         Args:
-            address: where it listens.
-            peer: its name; a process of another name refuses.
-            purpose: the service that gets the link there.
-            details: data for that service.
-            deadline: when to give up, a value of `time.monotonic()`.
-            bulk: whether the link carries the data of training; see `Encryption`.
+            address: Address where it listens.
+            peer: Its name; a process with another name refuses.
+            purpose: The service that receives the link there.
+            details: Data for that service.
+            deadline: Time to give up, a value of `time.monotonic()`.
+            bulk: Whether the link carries training data; see `Encryption`.
 
         Returns, raises: as `phalanx.transport.dial.dial`.
         """

@@ -1,7 +1,7 @@
 """Starts and stops this process's part of a job's timeline (`phalanx.monitoring.timeline`).
 
-The file is on the host of rank 0, where all ranks of that host write to it. Ranks on other hosts send their events to
-rank 0 over a separate link, over which they first measure the offset of the two clocks.
+The file is on the host of rank 0, and all ranks of that host write to it. Ranks on other hosts send their events to
+rank 0 over a separate link, after they have measured the offset of the two clocks over it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 TIMELINE = "timeline"
 """Purpose of the links that carry events."""
 MESSAGE_TIMEOUT_S = 5.0
-"""For one message and its answer."""
+"""Time limit for one message and its answer."""
 DRAIN_TIMEOUT_S = 2.0
-"""How long the writer waits at the end for the last events of others, which they send every half a second."""
+"""How long the writer waits at the end for the last events of others, which send them every half second."""
 BATCH = 5000
-"""Events in one message."""
+"""Number of events in one message."""
 SEPARATOR = b"\n"
-"""Between events; JSON escapes it inside an event."""
+"""Separator of events; JSON escapes it inside an event."""
 
 
 class _Events(msgspec.Struct, frozen=True, tag="events"):
@@ -70,15 +70,15 @@ class TimelineRelay:
         ).start()
 
     def wait_until_idle(self, timeout_s: float) -> None:
-        """Return when all senders have disconnected, or at the timeout."""
+        """Wait until all senders have disconnected, or until the timeout."""
         with self._changed:
             self._changed.wait_for(lambda: self._senders == 0, timeout=timeout_s)
 
     def _serve(self, task: str, link: Link) -> None:
-        pending: list[bytes] = []  # while the file is locked by others, and at the end
+        pending: list[bytes] = []  # not yet written: others lock the file, or the link has ended
         try:
             while True:
-                # Apart from `receive`: no message is no failure, half a message is one.
+                # Separate from `receive`: a missing message is normal, half a message is a failure.
                 if not link.wait_readable(deadline=time.monotonic() + MESSAGE_TIMEOUT_S):
                     continue
                 header, buffers = link.receive(deadline=time.monotonic() + MESSAGE_TIMEOUT_S)
@@ -114,7 +114,7 @@ class RemoteTimelineSink:
         self._link = link
 
     def clock_offset(self) -> tuple[float, float]:
-        """How far the other clock is ahead of this one, and the uncertainty, in ns."""
+        """Return how far the other clock is ahead of this one, and the uncertainty, in ns."""
         round_trip, offset = fastest_ping(self._link, timeline.now, timeout_s=MESSAGE_TIMEOUT_S)
         return offset, round_trip / 2
 
@@ -143,10 +143,10 @@ def start_recording(node: Node, path: Path, *, overwrite: bool = False, marks_cy
     """Record this process in the job's timeline, until `stop_recording`.
 
     Args:
-        node: this process's node.
-        path: the file on the host of rank 0.
-        overwrite: whether rank 0 replaces the file even if it belongs to this job.
-        marks_cycles: whether to record negotiation rounds.
+        node: This process's node.
+        path: The file on the host of rank 0.
+        overwrite: Whether rank 0 replaces the file even if it belongs to this job.
+        marks_cycles: Whether to record negotiation rounds.
 
     Raises:
         ConfigurationError: the file cannot be written.
@@ -171,7 +171,7 @@ def start_recording(node: Node, path: Path, *, overwrite: bool = False, marks_cy
             return
         sink, (offset, uncertainty) = writer
     tasks = [str(task) for task in node.identity.tasks]
-    number = tasks.index(me.task) if me.task in tasks else me.rank  # the same for a task that rejoins
+    number = tasks.index(me.task) if me.task in tasks else me.rank  # unchanged for a task that rejoins
     recorder = timeline.TimelineSinkRecorder(
         sink, number, f"{me.task} (rank {me.rank} on {me.host})", offset_ns=round(offset), marks_cycles=marks_cycles
     )
@@ -182,8 +182,10 @@ def start_recording(node: Node, path: Path, *, overwrite: bool = False, marks_cy
 
 
 def start_worker_recording(me: TaskIdentity, path: Path) -> None:
-    """As `start_recording`, for a worker of a job with parameter servers. Workers have no links to each other there, so
-    the timeline contains only the workers on the host of the first one."""
+    """Start recording a worker of a job with parameter servers, as `start_recording` does for other jobs.
+
+    Its workers have no links to each other, so the timeline contains only those on the host of the first worker.
+    """
     config = me.config
     if timeline.current.on:
         return
@@ -196,19 +198,21 @@ def start_worker_recording(me: TaskIdentity, path: Path) -> None:
 
 
 def stop_recording() -> None:
-    """Stop recording; rank 0 waits a moment for the last events of other hosts. Safe to call twice."""
+    """Stop recording; rank 0 waits briefly for the last events of other hosts. Safe to call twice."""
     global _relay
     timeline.stop()
     served, _relay = _relay, None
     if served is not None:
         listener, relay = served
-        listener.unregister(TIMELINE)  # who begins with the next timeline waits until rank 0 does, too
+        listener.unregister(TIMELINE)  # senders of the next timeline wait until rank 0 has started it
         relay.wait_until_idle(DRAIN_TIMEOUT_S)
 
 
 def _find_writer(chief: Member, me: TaskIdentity) -> tuple[RemoteTimelineSink, tuple[float, float]] | None:
-    """A sink to the chief, once it accepts events, and its clock (see `RemoteTimelineSink.clock_offset`); None, with a
-    warning, if it does not."""
+    """Wait until the chief accepts events; return a sink to it and its `clock_offset`.
+
+    Returns None, with a warning, if the chief does not accept them.
+    """
     address = Address.parse(chief.address, where=chief.task)
     until = time.monotonic() + MESSAGE_TIMEOUT_S
     while True:
