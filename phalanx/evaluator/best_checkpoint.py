@@ -1,4 +1,4 @@
-"""The best of the checkpoints that were evaluated, kept in a file of its own."""
+"""The best of the evaluated checkpoints, kept in a separate file."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from phalanx.storage.paths import StoragePath
 logger = logging.getLogger(__name__)
 
 NAME = "best_evaluation"
-"""What the files begin with."""
+"""Prefix of the file names."""
 
 
 class BestCheckpoint:
-    """Keeps the best checkpoint as `best_evaluation.weights.h5` (or `.keras`, as the training saves it), and beside it
-    a `.json` that says of which step it is and what its metrics were. An evaluator that is started again knows it.
+    """Keeps the best checkpoint as `best_evaluation.weights.h5` (or `.keras`, the format of the training).
+
+    A `.json` file next to it contains its step and metrics. A restarted evaluator reads it.
 
     Args:
-        monitor: the metric that decides; `val_` before its name is left out.
-        mode: "min", "max", or "auto": as Keras knows of the metric.
+        monitor: The metric that decides; the prefix `val_` is ignored.
+        mode: "min", "max", or "auto" to use Keras's direction for the metric.
     """
 
     def __init__(self, directory: StoragePath, model: Any, monitor: str, mode: str = "auto"):
@@ -46,16 +47,16 @@ class BestCheckpoint:
         self._recall()
 
     def consider(self, found: FoundCheckpoint, logs: Mapping[str, Any]) -> bool:
-        """Keep a checkpoint, if it is better than all before; whether it is.
+        """Keep a checkpoint if it is better than all before, and return whether it is.
 
         Args:
-            logs: numbers by name, lists where a metric has several.
+            logs: Metrics by name: numbers, or lists for metrics with several values.
 
         Raises:
-            ConfigurationError: the metric does not exist, is not a scalar, or it is unknown whether more of it is
-                better; another job keeps its best checkpoint here.
-            SupersededError: a later evaluator of this job does.
-            OSError: it cannot be written.
+            ConfigurationError: the metric does not exist, is not a scalar, or has no known direction; or another job
+                keeps its best checkpoint here.
+            SupersededError: a later evaluator of this job keeps its best checkpoint here.
+            OSError: the checkpoint cannot be written.
         """
         if self._monitor not in logs:
             raise ConfigurationError(
@@ -79,8 +80,8 @@ class BestCheckpoint:
             return False
         place, other = self._places(found.name)
         with self._claim.writing():
-            # The checkpoint first: a process that is killed in between leaves a better one than the figures say. The
-            # other way around, a worse one would pass for the best.
+            # The checkpoint first: a process killed in between leaves a checkpoint that is better than the recorded
+            # metrics. In the reverse order, a worse one would count as the best.
             copy_file(found.copy, place)
             self._note({"monitor": self._monitor, "checkpoint": found.name, "step": found.step, "metrics": dict(logs)})
             other.unlink(missing_ok=True)
@@ -89,11 +90,11 @@ class BestCheckpoint:
         return True
 
     def close(self) -> None:
-        """Let other processes keep theirs here; the next `consider` claims the directory again. Safe to call twice."""
+        """Release the directory to other processes; the next `consider` claims it again. Safe to call twice."""
         self._claim.release()
 
     def _places(self, checkpoint: str) -> tuple[StoragePath, StoragePath]:
-        """Where a checkpoint of this name is kept, and where one of the other format would be."""
+        """Return the path for a checkpoint of this name, and the path for one of the other format."""
         suffixes = (WEIGHTS_SUFFIX, KERAS_SUFFIX)
         ours, other = suffixes[::-1] if checkpoint.endswith(KERAS_SUFFIX) else suffixes
         return self._directory / f"{NAME}{ours}", self._directory / f"{NAME}{other}"
@@ -102,7 +103,7 @@ class BestCheckpoint:
         write_file(self._directory / f"{NAME}.json", json.dumps(content, indent=1).encode())
 
     def _recall(self) -> None:
-        """Take over the best result that an earlier evaluator has kept."""
+        """Restore the best result of an earlier evaluator."""
         place = self._directory / f"{NAME}.json"
         try:
             content = json.loads(place.read_bytes())

@@ -1,13 +1,13 @@
-"""Which checkpoints in a directory are new and whole: those of a `Supervisor`, and files of Keras's `ModelCheckpoint`.
+"""Finds new, complete checkpoints in a directory: those of a `Supervisor`, and files of Keras's `ModelCheckpoint`.
 
-Ours are renamed to their names when they are whole. Keras writes in place, so its files are there while they are being
-written, may be read only when they have been left alone for a while, and may be written again. They are never opened
-where they are by anything that locks them: HDF5 refuses to *write* a file that another process has open, and the
-training would fail for its evaluator. What is evaluated is a copy, made while the file stayed as it was.
+A `Supervisor` renames its files when they are complete. Keras writes in place, so its files are visible while they are
+being written, can be read only after they have been unchanged for a while, and may be written again. Nothing that locks
+a file opens it in place: HDF5 refuses to *write* a file that another process has open, so an evaluator would make the
+training fail. Evaluation uses a copy, made while the file did not change.
 
-              seen, or written again            whole, and left alone for DELIVERY_TIMEOUT_S
+              seen, or written again            complete, and unchanged for DELIVERY_TIMEOUT_S
     absent  ------------------------> pending -------------------------------------> taken
-                                         |      still not whole GIVE_UP_S after the last write
+                                         |      still incomplete GIVE_UP_S after the last write
                                          +---------------------------------------------------> given up, with a warning
 """
 
@@ -34,9 +34,9 @@ from phalanx.storage.remote_path import Identity
 logger = logging.getLogger(__name__)
 
 DELIVERY_TIMEOUT_S = 1.0
-"""How long Keras's file must have been left alone: longer than a write stops within a file, on a disk that is busy."""
+"""How long Keras's file must be unchanged: longer than a write pauses within a file, on a busy disk."""
 GIVE_UP_S = 30.0
-"""How long after its last change a file that is not whole may still become so: a network file system shows the size of
+"""How long after its last change an incomplete file may still become complete: a network file system shows the size of
 a file before its content."""
 
 _WEIGHTS_IN_KERAS = "model.weights.h5"
@@ -44,14 +44,14 @@ _WEIGHTS_IN_KERAS = "model.weights.h5"
 
 @dataclass(frozen=True, slots=True)
 class FoundCheckpoint:
-    """A whole checkpoint, copied to a private folder.
+    """A complete checkpoint, copied to a private folder.
 
     Attributes:
-        name: of the file in the directory.
-        copy: of the file.
-        weights: what `model.load_weights` takes; `copy` itself, or what was in it.
-        step: the global step of which it is, as far as it says: the optimizer's iterations, else a number in its name.
-        content: names the weights and the optimizer's state; empty for a file of Keras.
+        name: Name of the file in the directory.
+        copy: Path of the copy.
+        weights: File for `model.load_weights`; `copy` itself, or a file extracted from it.
+        step: Global step of the checkpoint, if known: the optimizer's iterations, else a number in its name.
+        content: Identifier of the weights and the optimizer's state; empty for a file of Keras.
     """
 
     name: str
@@ -69,17 +69,17 @@ class _State(enum.Enum):
 @dataclass
 class _File:
     identity: Identity
-    since: float  # when this content was first seen, by the watcher's clock: a file system's may differ
+    since: float  # when this content was first seen, by the watcher's clock: the file system's may differ
     state: _State = _State.PENDING
 
 
 class CheckpointWatcher:
-    """Finds the checkpoints of a directory, each once, in the order in which they were written.
+    """Finds the checkpoints in a directory, each once, in the order of writing.
 
     Args:
-        scratch: for copies, of which the last one is kept.
-        ignored: names that are no checkpoints of the training begin with this.
-        clock: seconds.
+        scratch: Directory for copies; only the last copy is kept.
+        ignored: Prefix of file names that are not checkpoints of the training.
+        clock: Function that returns the time in seconds.
     """
 
     def __init__(
@@ -89,21 +89,21 @@ class CheckpointWatcher:
         self._scratch = scratch
         self._ignored = ignored
         self._clock = clock
-        self._files: dict[str, _File] = {}  # those that are there, by name
-        self._contents: dict[str, str] = {}  # of those that were taken
+        self._files: dict[str, _File] = {}  # existing files, by name
+        self._contents: dict[str, str] = {}  # of the checkpoints taken
         self._began = self._is_there = False  # whether a first one was taken; whether the directory exists
 
     @property
     def pending(self) -> bool:
-        """Whether a file was seen that may become a checkpoint."""
+        """Whether there is a file that may become a checkpoint."""
         return self._is_there and any(file.state is _State.PENDING for file in self._files.values())
 
     def next(self) -> FoundCheckpoint | None:
-        """The next new checkpoint; None if there is none at the moment. The copy of the one before is deleted.
+        """Return the next new checkpoint; None if there is none yet. The previous copy is deleted.
 
-        The first is the newest that is there; those before it are passed over.
+        The first is the newest one present; older ones are skipped.
 
-        Raises: OSError if the directory cannot be read, unless it is in a store and could be read before.
+        Raises: OSError if the directory cannot be read, unless it is in an object store and has been read before.
         """
         try:
             return self._next()
@@ -117,7 +117,7 @@ class CheckpointWatcher:
         names = self._look()
         if self._began:
             return next((found for name in names if (found := self._take(name)) is not None), None)
-        # Until there is a first one, the newest that is whole. A newer one that is not whole yet stays pending.
+        # The first one is the newest complete checkpoint. A newer, incomplete one stays pending.
         for index in reversed(range(len(names))):
             found = self._take(names[index])
             if found is not None:
@@ -128,7 +128,7 @@ class CheckpointWatcher:
         return None
 
     def put_back(self, found: FoundCheckpoint) -> bool:
-        """It could not be used: try it again, if it may still change; else False."""
+        """Make an unusable checkpoint pending again; return False if it can no longer change."""
         file = self._files.get(found.name)
         if file is None or checkpoint_directory.is_sealed(found.copy) or self._clock() - file.since >= GIVE_UP_S:
             return False
@@ -136,11 +136,11 @@ class CheckpointWatcher:
         return True
 
     def _look(self) -> list[str]:
-        """The names of the pending files, in the order in which they were last written."""
+        """Return the names of the pending files, in the order of their last write."""
         try:
             files = [file for file in list_files(self._directory) if self._is_checkpoint(file.name)]
             self._is_there = True
-        except FileNotFoundError:  # not yet, or for the moment: what was taken is remembered
+        except FileNotFoundError:  # not created yet, or temporarily missing: what was taken is remembered
             self._is_there = False
             return []
         times: dict[str, tuple[int, str]] = {}
@@ -161,18 +161,18 @@ class CheckpointWatcher:
         return name.endswith((WEIGHTS_SUFFIX, KERAS_SUFFIX))
 
     def _take(self, name: str) -> FoundCheckpoint | None:
-        """The file as a checkpoint; None if it is not ready, or never will be."""
+        """Return the file as a checkpoint; None if it is not ready, or never will be."""
         file, path, ours = self._files[name], self._directory / name, False
         try:
-            # Read in place without HDF5, which would lock it: the seal is behind Keras's part.
-            ours = checkpoint_directory.is_sealed(path)  # and then it is never written again in place
+            # Read in place without HDF5, which would lock it: the seal follows Keras's part.
+            ours = checkpoint_directory.is_sealed(path)  # if so, it is never again written in place
             alone_s = self._clock() - file.since
             if not ours and alone_s < DELIVERY_TIMEOUT_S:
                 return None
             for old in self._scratch.iterdir():
                 old.unlink()
             copy = self._scratch / name
-            if not copy_unchanged(path, file.identity, copy):  # it is being written
+            if not copy_unchanged(path, file.identity, copy):  # still being written
                 return None
             found = _open(name, copy, self._scratch)
         except FileNotFoundError:
@@ -184,15 +184,15 @@ class CheckpointWatcher:
             return None
         file.state = _State.OVER
         if found.content and self._contents.get(name) == found.content:
-            return None  # saved once more: the same weights, in another epoch
+            return None  # saved again: the same weights, in a later epoch
         self._contents[name] = found.content
         return found
 
 
 def _open(name: str, copy: Path, scratch: Path) -> FoundCheckpoint:
-    """The contents of a copy of a checkpoint.
+    """Open a copy of a checkpoint.
 
-    Raises: DamagedCheckpointError if it is not whole.
+    Raises: DamagedCheckpointError if it is incomplete.
     """
     if checkpoint_directory.is_sealed(copy):
         ours = checkpoint_directory.read(copy)
@@ -217,7 +217,7 @@ def _extract(archive: Path, weights: Path) -> None:
 
 
 def _step_of(weights: Path, name: str) -> int:
-    """The optimizer's iterations in a file of weights, all of which is read."""
+    """Return the optimizer's iterations from a weights file, and check the file by reading all of it."""
     try:
         with h5py.File(weights, "r") as file:
             file.visititems(lambda _, item: item[()] if isinstance(item, h5py.Dataset) and item.size else None)

@@ -1,4 +1,4 @@
-"""A file that says that a job is over, for an evaluator that cannot ask the job itself."""
+"""A file that marks a job as finished, for an evaluator that cannot probe the job."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NAME = "finished"
 
 
 def announce_beginning(directory: StoragePath, claim: WriteClaim) -> None:
-    """The chief has begun: what a former job said does not count.
+    """Remove the marker of a former job when the chief starts.
 
     Args:
-        claim: the chief's, to its checkpoints in the directory: a process that another one has succeeded announces
-            nothing for it.
+        claim: The chief's claim to its checkpoints in the directory: a superseded process must not change the marker of
+            its successor.
     """
     marker = directory / NAME
     if marker.exists():
@@ -27,19 +27,19 @@ def announce_beginning(directory: StoragePath, claim: WriteClaim) -> None:
 
 
 def announce_end(directory: StoragePath, claim: WriteClaim) -> None:
-    """The chief has saved for the last time. Raises: SupersededError."""
+    """Write the marker after the chief's last save. Raises: SupersededError."""
     try:
         if directory.is_dir():
             with claim.writing():
                 write_file(directory / NAME, b"")
-    except OSError as error:  # what was trained is saved: that no evaluator learns of the end must not fail the program
+    except OSError as error:  # the training is saved: a missing marker must not fail the program
         logger.warning("%s cannot be written (%s); an evaluator may wait for another checkpoint.", NAME, error)
 
 
 def is_announced(directory: StoragePath) -> bool | None:
-    """Whether the job that saved last in a directory has ended without an error; None if that cannot be known now."""
+    """Return whether the job that last saved in a directory has ended without an error; None if currently unknown."""
     try:
         return (directory / NAME).exists()
-    except OSError as error:  # a store that does not answer: asked again soon
+    except OSError as error:  # an object store that does not answer: the caller asks again soon
         logger.debug("%s cannot be read: %s", directory, error)
         return None

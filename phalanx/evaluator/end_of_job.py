@@ -1,13 +1,13 @@
-"""How an evaluator, which is not a member of the job, learns that the job is over.
+"""Detects the end of a job for an evaluator, which is not a member of the job.
 
-It probes the ports. In synchronous training the chief listens until it leaves. With parameter servers, the first server
-listens until all workers have left, even if some restart meanwhile. So the job is over when no task listens there.
-`phalanx run` opens all ports before it starts the first task, so that holds at once, also for an evaluator that
-starts too late to see any task. A task that was started by hand may be restarted, and gets some time for it.
+The evaluator probes the ports. In synchronous training, the chief listens until it leaves. With parameter servers, the
+first server listens until all workers have left, even if some restart meanwhile. So the job is over when no task
+listens there. `phalanx run` opens all ports before it starts the first task, so this holds immediately, also for an
+evaluator that starts too late to see any task. A task that was started manually may restart, and gets time to do so.
 
-A job without ports (one worker, by hand; no cluster) writes a file into its checkpoint directory, or saves nothing for
-a long time. The file of a former job stays until the chief of the next one begins its session. So a file that was there
-from the start ends no evaluator before that chief has had the time to begin.
+A job without ports (one worker, started manually; no cluster) writes a file into its checkpoint directory, or saves
+nothing for a long time. The file of a former job stays until the chief of the next job starts its session. So a file
+that existed from the start does not stop the evaluator before the new chief has had time to start.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from phalanx.errors import HandshakeError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.dial import RefusedError, UnreachableError
 
 GONE_LAUNCHED_S = 3.0
-"""How long all ports must be closed under `phalanx run`. A task that is restarted keeps its port open meanwhile."""
+"""How long all ports must be closed under `phalanx run`, which keeps the port of a restarting task open."""
 GONE_BY_HAND_S = 60.0
-"""The same without `phalanx run`: a person or a scheduler needs a moment to restart a task."""
+"""The same without `phalanx run`: the user or a scheduler needs time to restart a task."""
 PROBE_S = 1.0
 PROBE_EVERY_S = 1.0
 
@@ -44,9 +44,9 @@ class JobEndDetector:
     """Decides from probe results and times whether the job is over. Probes nothing itself.
 
     Args:
-        config: says how long tasks may take, and whether `phalanx run` has opened all ports before.
-        idle_s: seconds until the next checkpoint, if nothing else says whether the job continues.
-        now: when the evaluator started (monotonic seconds).
+        config: The configuration, with the timeouts of tasks and whether `phalanx run` has opened all ports.
+        idle_s: Longest time in seconds until the next checkpoint, if nothing else shows whether the job continues.
+        now: Start time of the evaluator (monotonic seconds).
     """
 
     def __init__(self, config: JobConfig, idle_s: float, now: float):
@@ -55,28 +55,28 @@ class JobEndDetector:
         # After the last answer or checkpoint, while a task does not answer.
         self._silent_s = max(config.timeout_s, config.rendezvous_timeout_s)
         self._idle_s = idle_s
-        # All times by the clock of `now`.
+        # All times are on the clock of `now`.
         self._began = now
         self._has_existed = config.has_explicit_job_id  # whether the job is known to have existed
-        self._last_seen_at = now  # of the job's life: an answer, or a checkpoint
+        self._last_seen_at = now  # last sign of life of the job: an answer, or a checkpoint
         self._gone_since: float | None = None  # None while anything may listen
         self._last_checkpoint: float | None = None
-        self._was_unannounced = False  # so that a file which says that a job is over is of this one
+        self._was_unannounced = False  # if so, a completion marker is from this job
 
     @property
     def saw_nothing(self) -> bool:
-        """Whether there was neither a sign of the job nor a checkpoint."""
+        """Whether neither the job nor a checkpoint has been seen."""
         return not self._has_existed and self._last_checkpoint is None
 
     def record_checkpoint(self, now: float) -> None:
-        """A checkpoint was found."""
+        """Record that a checkpoint was found."""
         self._last_checkpoint = self._last_seen_at = now
 
     def is_over(self, found: JobLiveness, now: float, *, announced: bool | None) -> bool:
-        """Whether the job is over.
+        """Return whether the job is over.
 
         Args:
-            announced: whether a file says so; None if that is not known now.
+            announced: Whether a file marks it as over; None if currently unknown.
         """
         self._was_unannounced |= announced is False
         if found is not JobLiveness.GONE:
@@ -90,27 +90,27 @@ class JobEndDetector:
             return now - self._last_seen_at >= self._silent_s
         if self._gone_since is None:
             self._gone_since = now
-        # A job that was seen is over once its ports stay closed; one that was not may have none.
+        # A job that was seen is over when its ports stay closed; a job that was not seen may have no ports.
         if self._has_existed:
             return now - self._gone_since >= self._gone_s
         if self._last_checkpoint is None:
             return now - self._began >= self._start_s
-        # There were checkpoints, perhaps of an earlier job: this one still has the time to start.
+        # There were checkpoints, perhaps from an earlier job: this one still has time to start.
         idle_s = 0.0 if announced else self._idle_s
         return now - self._last_checkpoint >= max(idle_s, self._start_s)
 
 
 class JobProbe:
-    """Asks at the ports of a job, not more often than once in a while.
+    """Probes the ports of a job at a limited rate.
 
     Args:
-        spec: the cluster; an empty one has no ports.
-        task: this process's.
+        spec: The cluster; an empty one has no ports.
+        task: The task of this process.
     """
 
     def __init__(self, spec: ClusterSpec, task: Task | None, config: JobConfig, clock: Callable[[], float]):
         self._me = TaskIdentity(spec, task, JobFacts(), config) if spec and task is not None else None
-        # The head of the servers has the schedule; the chief of replicas has all links.
+        # The first server has the schedule; the chief of replicas has all links.
         self._tasks = [*[known for known in spec.tasks if known.type == PS][:1], *spec.ranked_tasks[:1]]
         self._clock = clock
         self._asked_at = float("-inf")
@@ -118,7 +118,7 @@ class JobProbe:
         self.trouble = ""
 
     def probe(self) -> JobLiveness:
-        """The present state of the job."""
+        """Return the current state of the job."""
         if self._me is not None and self._clock() - self._asked_at >= PROBE_EVERY_S:
             self._asked_at = self._clock()
             found = [JobLiveness.GONE]
@@ -133,13 +133,13 @@ class JobProbe:
         try:
             link, _ = me.dial(task, PROBE, deadline=time.monotonic() + PROBE_S)
             link.close()
-        except RefusedError:  # by a task that has recognized this one, so it is there
+        except RefusedError:  # by a task that has recognized this one, so it is alive
             return JobLiveness.ALIVE
         except (LinkTimeoutError, UnreachableError):
             return JobLiveness.SILENT
         except LinkClosedError:
             return JobLiveness.GONE
-        except HandshakeError as error:  # another program has the port, or the secrets differ
+        except HandshakeError as error:  # another program uses the port, or the secrets differ
             self.trouble = str(error)
             return JobLiveness.GONE
         return JobLiveness.ALIVE

@@ -1,4 +1,4 @@
-"""`SidecarEvaluator`: evaluates the checkpoints of a job beside it, as the former `tf.keras.utils.SidecarEvaluator`."""
+"""`SidecarEvaluator`: evaluates checkpoints while the job runs, like the former `tf.keras.utils.SidecarEvaluator`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
 STORE_POLL_S = 5.0
-"""Between two looks into the directory; those into a store are paid for."""
+"""Interval between two listings of a directory in an object store, where each listing costs money."""
 DEFAULT_PATIENCE_S = 3600.0
-"""An hour: longer than anybody's time between two checkpoints."""
+"""An hour: longer than the usual time between two checkpoints."""
 LOGS = "validation"
-"""Subdirectory of event files, as Keras's `TensorBoard` has it for evaluations."""
+"""Subdirectory of event files, named as in Keras's `TensorBoard`."""
 
 
 class SidecarEvaluator:
@@ -49,33 +49,33 @@ class SidecarEvaluator:
     ...     model.fit(x, y, callbacks=[keras.callbacks.ModelCheckpoint("runs/1/{epoch}.weights.h5",
     ...                                                                save_weights_only=True)])
 
-    It begins with the newest checkpoint and then evaluates each later one, in the order of writing; it skips one that
-    is deleted before its turn. It reads the files of a `Supervisor`, and those of Keras's `ModelCheckpoint` and
-    `BackupAndRestore`: `.weights.h5` and `.keras`.
+    It starts with the newest checkpoint and then evaluates each later one, in the order of writing. A checkpoint that
+    is deleted before its turn is skipped. It reads the files of a `Supervisor`, and those of Keras's `ModelCheckpoint`
+    and `BackupAndRestore`: `.weights.h5` and `.keras`.
 
     Args:
-        model: built and compiled, the same as in training.
-        data: what `model.evaluate` takes: a dataset, or a tuple `(x, y)` or `(x, y, sample_weight)`. It is read once
-            for each checkpoint.
-        checkpoint_dir: where the chief saves.
-        steps: batches of each evaluation; None: all.
-        max_evaluations: stop after this many evaluations; None: with the job.
-        callbacks: of Keras, for `evaluate`; `model.optimizer.iterations` is the step of the checkpoint.
-        log_dir: for event files; `evaluation_<metric>_vs_iterations` is in its subdirectory `validation`.
-        monitor: the metric by which the best checkpoint is kept, as `best_evaluation.*` in `checkpoint_dir`; None
+        model: A built and compiled model, the same as in training.
+        data: Data for `model.evaluate`: a dataset, or a tuple `(x, y)` or `(x, y, sample_weight)`. It is read once for
+            each checkpoint.
+        checkpoint_dir: Directory in which the chief saves.
+        steps: Number of batches in each evaluation; None for all.
+        max_evaluations: Number of evaluations after which to stop; None to stop with the job.
+        callbacks: Keras callbacks for `evaluate`; `model.optimizer.iterations` is the step of the checkpoint.
+        log_dir: Directory for event files; `evaluation_<metric>_vs_iterations` is in its subdirectory `validation`.
+        monitor: The metric that selects the best checkpoint, kept as `best_evaluation.*` in `checkpoint_dir`; None
             keeps none.
         mode: "min", "max" or "auto".
-        batch_size: as in `model.evaluate`.
-        verbose: as in `model.evaluate`.
-        cluster_resolver: where the cluster and this task come from; None: as for strategies.
-        patience_s: if no port shows whether the job continues (one worker started by hand, no cluster): seconds
-            without a new checkpoint after which the job counts as over.
+        batch_size: See `model.evaluate`.
+        verbose: See `model.evaluate`.
+        cluster_resolver: Source of the cluster and this task; None for the default of strategies.
+        patience_s: Seconds without a new checkpoint after which the job counts as over, if no port shows whether it
+            continues (one worker started manually, no cluster).
 
     Attributes:
-        evaluations: how many there were.
-        best: the value of `monitor` of the best checkpoint; None if there is none.
+        evaluations: Number of evaluations so far.
+        best: The value of `monitor` of the best checkpoint; None if there is none.
 
-    Raises: ConfigurationError if arguments do not fit, or the package for `log_dir` is not installed.
+    Raises: ConfigurationError if an argument is invalid, or the package for `log_dir` is not installed.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class SidecarEvaluator:
 
     @property
     def best(self) -> float | None:
-        """The best value of `monitor` so far; None without it, and before the first evaluation."""
+        """The best value of `monitor` so far; None without a monitor or before the first evaluation."""
         return None if self._best is None else self._best.value
 
     def start(self) -> None:
@@ -139,7 +139,7 @@ class SidecarEvaluator:
 
         Raises:
             RendezvousError: neither the job nor a checkpoint appeared in time.
-            ConfigurationError: the checkpoints are of another model; there is no metric `monitor`.
+            ConfigurationError: the checkpoints belong to another model, or the metric `monitor` does not exist.
             OSError: the best checkpoint cannot be written.
         """
         config = JobConfig.from_environment()
@@ -155,7 +155,7 @@ class SidecarEvaluator:
                         end.record_checkpoint(time.monotonic())
                         self._evaluate(found, watch)
                         continue
-                    # The last files of a job that is over may not be whole yet, or not left alone for long enough.
+                    # The last files of a finished job may still be incomplete or too recent.
                     if over and not watch.pending:
                         break
                     progress.report("waits for a checkpoint")
@@ -173,7 +173,7 @@ class SidecarEvaluator:
         logger.info("Evaluated %d checkpoints of %s.", self.evaluations, self._directory)
 
     def _explain(self, end: JobEndDetector, probe: JobProbe, config: JobConfig) -> None:
-        """There was nothing to evaluate: an error if the job never came, else a warning."""
+        """Explain why there was nothing to evaluate: raise an error if the job never appeared, else warn."""
         hint = f" ({probe.trouble})" if probe.trouble else ""
         if end.saw_nothing and not completion_marker.is_announced(self._directory):
             raise RendezvousError(
@@ -192,10 +192,10 @@ class SidecarEvaluator:
         model, optimizer = self._model, self._model.optimizer
         progress.report("evaluate", step=found.step)
         try:
-            # The optimizer's state has no part in it, and the evaluator's optimizer may be another one.
+            # Evaluation does not use the optimizer's state, and the evaluator's optimizer may be a different one.
             model.load_weights(found.weights, objects_to_skip=[optimizer] if optimizer is not None else None)
         except (ValueError, KeyError, OSError) as error:
-            # Keras may have closed a file in the middle of the model, to open it again.
+            # Keras may have closed the file before the whole model was written, and reopens it later.
             if watch.put_back(found):
                 time.sleep(self._poll_s)
                 return

@@ -1,6 +1,6 @@
-"""The functions of `tf.layers` that programs of TensorFlow 1 use most; TensorFlow with Keras 3 has none of them.
+"""The most used functions of TensorFlow 1's `tf.layers`; TensorFlow with Keras 3 has none of them.
 
-Variables have the names, shapes and initial distributions that they had there.
+Variables have the same names, shapes and initial distributions as in the originals.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def dense(
     name: str | None = None,
     reuse: Any = None,
 ) -> Any:
-    """`activation(inputs @ kernel + bias)`, over the last axis. The arguments are those of `tf.layers.dense`."""
+    """Compute `activation(inputs @ kernel + bias)` over the last axis. Takes the arguments of `tf.layers.dense`."""
     inputs = tf.convert_to_tensor(inputs)
     with v1.variable_scope(name, "dense", [inputs], reuse=reuse):
         shape = [int(inputs.shape[-1]), units]
@@ -77,7 +77,7 @@ def conv2d(
     name: str | None = None,
     reuse: Any = None,
 ) -> Any:
-    """A convolution of images. The arguments are those of `tf.layers.conv2d`."""
+    """Convolve images. Takes the arguments of `tf.layers.conv2d`."""
     inputs = tf.convert_to_tensor(inputs)
     layout = _layout(data_format)
     with v1.variable_scope(name, "conv2d", [inputs], reuse=reuse):
@@ -106,7 +106,7 @@ def max_pooling2d(
     data_format: str = "channels_last",
     name: str | None = None,
 ) -> Any:
-    """The largest value of each window of an image. The arguments are those of `tf.layers.max_pooling2d`."""
+    """Return the maximum of each window of an image. Takes the arguments of `tf.layers.max_pooling2d`."""
     layout = _layout(data_format)
     return tf.nn.max_pool2d(inputs, _pair(pool_size), _pair(strides), padding.upper(), layout, name)
 
@@ -119,13 +119,13 @@ def average_pooling2d(
     data_format: str = "channels_last",
     name: str | None = None,
 ) -> Any:
-    """The mean of each window of an image. The arguments are those of `tf.layers.average_pooling2d`."""
+    """Return the mean of each window of an image. Takes the arguments of `tf.layers.average_pooling2d`."""
     layout = _layout(data_format)
     return tf.nn.avg_pool2d(inputs, _pair(pool_size), _pair(strides), padding.upper(), layout, name)
 
 
 def flatten(inputs: Any, name: str | None = None, data_format: str = "channels_last") -> Any:
-    """Each sample as one vector. The arguments are those of `tf.layers.flatten`."""
+    """Flatten each sample to one vector. Takes the arguments of `tf.layers.flatten`."""
     inputs = tf.convert_to_tensor(inputs)
     if _layout(data_format) == "NCHW" and inputs.shape.rank is not None and inputs.shape.rank > 2:
         inputs = tf.transpose(inputs, [0, *range(2, inputs.shape.rank), 1])
@@ -141,8 +141,7 @@ def dropout(
     training: Any = False,
     name: str | None = None,
 ) -> Any:
-    """Zeros for a share `rate` of the inputs where `training` is true. The arguments are those of
-    `tf.layers.dropout`."""
+    """Set a fraction `rate` of the inputs to zero if `training` is true. Takes the arguments of `tf.layers.dropout`."""
     inputs = tf.convert_to_tensor(inputs)
 
     def drop() -> Any:
@@ -177,11 +176,11 @@ def batch_normalization(
     virtual_batch_size: int | None = None,
     adjustment: Any = None,
 ) -> Any:
-    """Batch normalization. The arguments are those of `tf.layers.batch_normalization`.
+    """Apply batch normalization. Takes the arguments of `tf.layers.batch_normalization`.
 
-    The updates of the moving averages are in the collection `tf.GraphKeys.UPDATE_OPS`, as there: run them with the
-    training operation. For images, the moving variance is that of the population of which the batch is a sample, as
-    there, unless `fused` is False.
+    As in the original, the updates of the moving averages are in the collection `tf.GraphKeys.UPDATE_OPS`: run them
+    with the training operation. Also as there, the moving variance for images is the unbiased estimate for the
+    population from which the batch is sampled, unless `fused` is False.
 
     Raises: UnsupportedError: renorm, virtual_batch_size or adjustment.
     """
@@ -205,7 +204,7 @@ def batch_normalization(
 def _of_channels(
     inputs: Any, axis: int, name: str, initializer: Any, trainable: bool, regularizer: Any = None, limit: Any = None
 ) -> Any:
-    """A variable with one value for each channel."""
+    """Create a variable with one value per channel."""
     shape = [int(inputs.shape[axis])]
     return v1.get_variable(name, shape, inputs.dtype, initializer, regularizer, trainable=trainable, constraint=limit)
 
@@ -213,22 +212,22 @@ def _of_channels(
 def _moments(
     inputs: Any, axis: int, moving: Sequence[Any], training: Any, rate: float, *, is_sample: bool
 ) -> Sequence[Any]:
-    """Mean and variance of the batch in training, else the moving ones, whose updates this adds to the graph.
+    """Return mean and variance of the batch in training, else the moving ones, and add their updates to the graph.
 
     Args:
-        inputs: the batch.
-        axis: of its channels.
-        moving: moving mean and variance.
-        training: whether this is training.
-        rate: the batch's share of the moving averages.
-        is_sample: whether the moving variance is that of the population of which the batch is a sample.
+        inputs: The batch.
+        axis: Axis of its channels.
+        moving: Moving mean and variance.
+        training: Whether this is training.
+        rate: The batch's share of the moving averages.
+        is_sample: Whether the moving variance is the unbiased estimate for the population of the batch.
     """
     mean, variance = tf.nn.moments(inputs, [each for each in range(inputs.shape.rank) if each != axis])
     used: Sequence[Any] = _where(training, lambda: [mean, variance], lambda: [tf.identity(each) for each in moving])
     if is_sample:
         count = tf.cast(tf.size(inputs) // inputs.shape[axis], inputs.dtype)
         variance *= count / tf.maximum(count - 1, 1)
-    # Outside of training the updates change nothing: what is in the collection cannot depend on a tensor.
+    # Outside of training, the updates change nothing: the contents of the collection cannot depend on a tensor.
     share = tf.cast(tf.where(training, rate, 0.0), inputs.dtype)
     for average, batch in zip(moving, (mean, variance), strict=True):
         v1.add_to_collection(v1.GraphKeys.UPDATE_OPS, average.assign_sub((average - batch) * share))
@@ -245,7 +244,7 @@ def _activated(outputs: Any, activation: Activation, regularizer: Any) -> Any:
 
 
 def _where(training: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-    """One of two results; decided when the graph runs if `training` is a tensor."""
+    """Return one of two results; decided when the graph runs if `training` is a tensor."""
     if tf.is_tensor(training):
         return v1.cond(tf.cast(training, tf.bool), then, otherwise)
     return then() if training else otherwise()

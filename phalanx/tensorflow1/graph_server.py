@@ -1,4 +1,4 @@
-"""TensorFlow's server of one task, on the cluster that Phalanx knows."""
+"""TensorFlow's server of one task, on the cluster that Phalanx finds."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ v1 = tf.compat.v1
 PS = "ps/"
 JOIN_POLL_S = 1.0
 REPORT_MS = 10_000
-"""A server that is there takes a message within milliseconds; one on a busy host, in seconds."""
+"""Timeout of a report. A live server takes a message within milliseconds; on a busy host, within seconds."""
 MAX_TASKS = 10_000
-"""The queue holds the name of each task; TensorFlow's jobs have hundreds."""
+"""Capacity of the queue, which holds the name of each task; TensorFlow's jobs have hundreds."""
 
 _servers: weakref.WeakValueDictionary[str, Server] = weakref.WeakValueDictionary()
-"""The servers of this process by their targets."""
+"""The servers of this process by target."""
 
 
 class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
-    """`tf.train.Server` of TensorFlow 1: keeps variables and computes, for the sessions of all tasks.
+    """`tf.train.Server` of TensorFlow 1: holds variables and computes for the sessions of all tasks.
 
-    Without a cluster, it is the task that `phalanx run`, TF_CONFIG or a scheduler made of this process.
+    Without a cluster argument, it is the task that `phalanx run`, TF_CONFIG or a scheduler assigned to this process.
 
-    TensorFlow's servers know no secret and encrypt nothing, and listen on all interfaces. Anyone who can reach the port
-    can run code in this process: use them in networks that you trust.
+    TensorFlow's servers have no authentication or encryption and listen on all interfaces. Anyone who can reach the
+    port can run code in this process: use them only in trusted networks.
 
     Args:
-        server_or_cluster_def: the cluster, as for TensorFlow; None finds it, and this task.
-        job_name: type of this task.
-        task_index: its number within the type.
-        protocol: as for TensorFlow.
-        config: as for TensorFlow.
-        start: as for TensorFlow.
+        server_or_cluster_def: The cluster, as in TensorFlow; None to find it and this task.
+        job_name: Type of this task.
+        task_index: Index of this task within the type.
+        protocol: See TensorFlow.
+        config: See TensorFlow.
+        start: See TensorFlow.
 
-    Raises: ConfigurationError if the cluster or the task is not known, or the port of the task is taken.
+    Raises: ConfigurationError if the cluster or the task is unknown, or the port of the task is taken.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
         _free_inherited_port(JobConfig.from_environment().listen_fd)
         try:
             super().__init__(server_or_cluster_def, job_name, task_index, protocol, config, start)
-        except tf.errors.UnknownError:  # it does not tell why
+        except tf.errors.UnknownError:  # without the reason
             self._check_port()
             raise
         _servers[self.target] = self  # the target has the port, which TensorFlow may have chosen
@@ -91,7 +91,7 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
 
     @property
     def task(self) -> str:
-        """This task, as `worker/0`."""
+        """Name of this task, such as `worker/0`."""
         return f"{self.server_def.job_name}/{self.server_def.task_index}"
 
     @property
@@ -101,7 +101,7 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
         return {task: Address.parse(text, where=task) for task, text in texts.items() if task != self.task}
 
     def _address_texts(self) -> dict[str, str]:
-        """The addresses of all tasks; a local server may have port 0, which is none."""
+        """Return the addresses of all tasks; a local server may have port 0, which is not a real port."""
         jobs = self.server_def.cluster.job
         return {f"{job.name}/{index}": text for job in jobs for index, text in sorted(job.tasks.items())}
 
@@ -112,16 +112,16 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
             return
         own = Address.parse(text, where=self.task)
         try:
-            listen_at(None, own.port).close()  # on all addresses, as TensorFlow's
+            listen_at(None, own.port).close()  # on all addresses, as TensorFlow does
         except OSError as error:
             raise describe_failure(own, error) from error
 
     def join(self) -> NoReturn:
-        """Serve until the tasks that train are gone, then exit the process with code 0.
+        """Serve until the training tasks are gone, then exit the process with code 0.
 
-        TensorFlow's own `join` does not return either: programs expect only workers below it.
+        TensorFlow's `join` does not return either: programs expect only workers to run the code after it.
 
-        Raises: RendezvousError if none of them has appeared within PHALANX_RENDEZVOUS_TIMEOUT seconds.
+        Raises: RendezvousError if no training task has appeared within PHALANX_RENDEZVOUS_TIMEOUT seconds.
         """
         training = _training(self.other_tasks)
         if not training:
@@ -132,7 +132,7 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
         config = JobConfig.from_environment()
         end = JobEnd(training, config.rendezvous_timeout_s, config.timeout_s, time.monotonic())
         finished: set[str] = set()
-        # A task that says that it has finished is not probed any more. One that is only gone may be started again.
+        # A task that has reported its end is no longer probed. A task that is only gone may restart.
         with FinishedTasks(self) as reports:
             while True:
                 finished |= reports.read()
@@ -145,12 +145,12 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
 
     @staticmethod
     def create_local_server(config: Any = None, start: bool = True) -> Server:
-        """A server of a cluster of one task, on a free port of this host."""
+        """Create the server of a cluster with one task, on a free port of this host."""
         return Server({"localhost": ["localhost:0"]}, protocol="grpc", config=config, start=start)
 
 
 class FinishedTasks:
-    """On a parameter server: which tasks have finished, from a queue that this server keeps for them. A context."""
+    """On a parameter server: the tasks that have finished, from a queue on this server. A context manager."""
 
     def __init__(self, server: Server):
         with tf.Graph().as_default() as graph:
@@ -165,16 +165,16 @@ class FinishedTasks:
         self._session.close()
 
     def read(self) -> set[str]:
-        """The tasks that have finished since the last call."""
-        # As many as there are, since `dequeue` waits for more. Only this server takes names from its queue.
+        """Return the tasks that have finished since the last call."""
+        # Exactly as many as the queue holds, since `dequeue` waits for more. Only this server reads its queue.
         return {self._session.run(self._next).decode() for _ in range(self._session.run(self._size))}
 
 
 def _report_end(target: str, task: str, others: Mapping[str, Address]) -> None:
-    """Tell all parameter servers that this task has finished, unless it has failed: then it may be started again."""
+    """Report to all parameter servers that this task has finished, unless it failed: then it may restart."""
     if process_exit.failure():
         return
-    # A server that is gone would hold the session up: it is probed first.
+    # Probe first: a server that is gone would block the session.
     servers = [other for other, address in others.items() if other.startswith(PS) and probe(address) is Answer.SERVES]
     for server in servers:
         with tf.Graph().as_default() as graph, contextlib.suppress(tf.errors.OpError):  # it may be gone already
@@ -184,34 +184,34 @@ def _report_end(target: str, task: str, others: Mapping[str, Address]) -> None:
 
 
 def _queue_on(task: str) -> Any:
-    """In the present graph: the queue in which one server gets the names of the tasks that have finished."""
+    """Create, in the current graph, the queue in which a server receives the names of finished tasks."""
     with tf.device(device_of(task) + "/device:CPU:0"):
         return tf.queue.FIFOQueue(MAX_TASKS, tf.string, [[]], shared_name="phalanx_finished_tasks")
 
 
 def _reaching(*tasks: str) -> Any:
-    """The configuration of a session that needs no other tasks than these."""
+    """Return the configuration of a session that needs only these tasks."""
     return v1.ConfigProto(device_filters=list(map(device_of, tasks)), operation_timeout_in_ms=REPORT_MS)
 
 
 def device_of(task: str) -> str:
-    """How TensorFlow names the devices of a task."""
+    """Return TensorFlow's device name of a task."""
     job, _, index = task.partition("/")
     return f"/job:{job}/task:{index}"
 
 
 def _training(tasks: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the tasks that train."""
+    """Return the tasks that train."""
     return {task: value for task, value in tasks.items() if not task.startswith((PS, "evaluator/"))}
 
 
 def server_of(target: Any) -> Server | None:
-    """The server of this process that a session connects to; None for another's, or without one."""
+    """Return the server of this process with this session target; None if there is none."""
     return _servers.get(target)
 
 
 def _resolved(job_name: str | None, task_index: int | None) -> tuple[Any, str, int]:
-    """The cluster and the task that this process has been started with."""
+    """Return the cluster and the task with which this process was started."""
     resolver = resolve()
     spec, task = resolver.cluster_spec(), resolver.task()
     if not spec or task is None:
@@ -227,10 +227,10 @@ def _resolved(job_name: str | None, task_index: int | None) -> tuple[Any, str, i
 
 
 def _free_inherited_port(descriptor: int | None) -> None:
-    """Let TensorFlow listen on the port that the launcher keeps open for this task.
+    """Free the port that the launcher keeps open for this task, so that TensorFlow can listen on it.
 
-    TensorFlow takes over no socket. The launcher's has SO_REUSEADDR, as TensorFlow's has, so it keeps others from the
-    port, but not a listener, once it does not listen itself.
+    TensorFlow cannot take over a socket. The launcher's socket and TensorFlow's both have SO_REUSEADDR. So after the
+    launcher's socket stops listening, it still reserves the port against other programs, but not against a listener.
     """
     if descriptor is None:
         return
@@ -238,5 +238,5 @@ def _free_inherited_port(descriptor: int | None) -> None:
         try:
             inherited.shutdown(socket.SHUT_RDWR)
         except OSError as error:
-            if error.errno != errno.ENOTCONN:  # it does not listen since an earlier server of this task
+            if error.errno != errno.ENOTCONN:  # an earlier server of this task has already stopped it from listening
                 raise

@@ -1,4 +1,4 @@
-"""Sessions of TensorFlow 1 whose waits are bounded: `Session`, `Supervisor`, `MonitoredTrainingSession`."""
+"""TensorFlow 1 sessions with bounded waits: `Session`, `Supervisor`, `MonitoredTrainingSession`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from phalanx.tensorflow1.session_setup import await_tasks, naming_lost_tasks, wi
 v1 = tf.compat.v1
 
 POLL_CHIEF_S = 1
-"""Seconds between two looks at whether the chief has initialized the variables. TensorFlow waits 30."""
+"""Seconds between two checks for the chief's initialized variables. TensorFlow waits 30."""
 
 STOP_GRACE_S = 10
-"""Seconds for the threads of a session to stop. TensorFlow waits 120, and the thread of `SyncReplicasOptimizer` on the
-chief never stops by itself: it waits for gradients of workers that have finished."""
+"""Seconds for the threads of a session to stop. TensorFlow waits 120. On the chief, the thread of
+`SyncReplicasOptimizer` never stops by itself: it waits for gradients of workers that have finished."""
 
 
 class _BoundedSession:
@@ -30,7 +30,7 @@ class _BoundedSession:
 
     def __init__(self, target: str = "", graph: Any = None, config: Any = None):
         self._phalanx_target = target
-        self._session = None  # TensorFlow's __del__ reads it, also if what follows fails
+        self._session = None  # TensorFlow's __del__ reads it, even if the next lines fail
         config = with_filters(target, config, graph or v1.get_default_graph())
         await_tasks(target, config)
         super().__init__(target, graph, config)  # type: ignore[call-arg]
@@ -45,26 +45,26 @@ class _BoundedSession:
 
 
 class Session(_BoundedSession, tf.compat.v1.Session):  # type: ignore[misc]
-    """`tf.Session` of TensorFlow 1. On a server of the job, it first waits for the tasks that the graph is placed on.
+    """`tf.Session` of TensorFlow 1. On a server of the job, it first waits for the tasks on which the graph is placed.
 
     Args:
-        target: of the server; empty for this process alone.
-        graph: as for TensorFlow.
-        config: as for TensorFlow; without `device_filters`, it gets those of the graph's tasks.
+        target: Target of the server; empty for this process alone.
+        graph: See TensorFlow.
+        config: See TensorFlow; without `device_filters`, it gets filters for the graph's tasks.
 
     Raises: RendezvousError naming the tasks that do not start in time.
     """
 
 
 class InteractiveSession(_BoundedSession, tf.compat.v1.InteractiveSession):  # type: ignore[misc]
-    """`tf.InteractiveSession` of TensorFlow 1, with the arguments and the bounded waits of `Session`."""
+    """`tf.InteractiveSession` of TensorFlow 1, with the arguments and bounded waits of `Session`."""
 
 
 class Supervisor(tf.compat.v1.train.Supervisor):  # type: ignore[misc]
     """`tf.train.Supervisor` of TensorFlow 1, with the same arguments and methods.
 
-    Waits for servers and for the chief are bounded by PHALANX_RENDEZVOUS_TIMEOUT and name who is missing. Workers look
-    every second whether the chief is ready. `summary_computed` does nothing on workers that write no summaries.
+    Waits for servers and for the chief are bounded by PHALANX_RENDEZVOUS_TIMEOUT and name the missing tasks. Workers
+    check every second whether the chief is ready. `summary_computed` does nothing on workers that write no summaries.
     """
 
     def __init__(self, graph: Any = None, *args: Any, **kwargs: Any):
@@ -80,9 +80,9 @@ class Supervisor(tf.compat.v1.train.Supervisor):  # type: ignore[misc]
         max_wait_secs: float | None = None,
         start_standard_services: bool = True,
     ) -> Any:
-        """See TensorFlow. `max_wait_secs` is the time for the chief; None: PHALANX_RENDEZVOUS_TIMEOUT.
+        """See TensorFlow. `max_wait_secs` limits the wait for the chief; None for PHALANX_RENDEZVOUS_TIMEOUT.
 
-        Raises: RendezvousError naming the tasks that did not come in time.
+        Raises: RendezvousError naming the tasks that did not start in time.
         """
         config = with_filters(master, config, self._trained_graph)
         await_tasks(master, config)
@@ -108,7 +108,7 @@ class Supervisor(tf.compat.v1.train.Supervisor):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def naming_absent_chief(max_wait_s: float | None) -> Iterator[float]:
-    """Yields how long to wait for the chief. Inside, its absence is a RendezvousError."""
+    """Yield how long to wait for the chief. Within the context, its absence raises RendezvousError."""
     bound_s = JobConfig.from_environment().rendezvous_timeout_s if max_wait_s is None else max_wait_s
     try:
         yield bound_s
@@ -123,9 +123,9 @@ class ChiefSessionCreator(tf.compat.v1.train.ChiefSessionCreator):  # type: igno
     """Creates the chief's session of a `tf.train.MonitoredSession`, with TensorFlow's arguments and bounded waits."""
 
     def create_session(self) -> Any:
-        """Wait for the tasks, and initialize or restore the variables; returns the session.
+        """Wait for the tasks, initialize or restore the variables, and return the session.
 
-        Raises: RendezvousError or PeerLostError naming who is missing.
+        Raises: RendezvousError or PeerLostError naming the missing tasks.
         """
         self._config: Any = with_filters(self._master, self._config, v1.get_default_graph())
         await_tasks(self._master, self._config)
@@ -133,13 +133,13 @@ class ChiefSessionCreator(tf.compat.v1.train.ChiefSessionCreator):  # type: igno
 
 
 class WorkerSessionCreator(tf.compat.v1.train.SessionCreator):  # type: ignore[misc]
-    """Creates the session of a worker that is not the chief, as that of TensorFlow.
+    """Creates the session of a worker that is not the chief, like TensorFlow's class.
 
     Args:
-        scaffold: as for TensorFlow.
-        master: target of the server.
-        config: of the session, as for `Session`.
-        max_wait_secs: seconds to wait for the chief; None: PHALANX_RENDEZVOUS_TIMEOUT.
+        scaffold: See TensorFlow.
+        master: Target of the server.
+        config: Configuration of the session, as for `Session`.
+        max_wait_secs: Seconds to wait for the chief; None for PHALANX_RENDEZVOUS_TIMEOUT.
     """
 
     def __init__(self, scaffold: Any = None, master: str = "", config: Any = None, max_wait_secs: float | None = None):
@@ -149,9 +149,9 @@ class WorkerSessionCreator(tf.compat.v1.train.SessionCreator):  # type: ignore[m
         self._max_wait_secs = max_wait_secs
 
     def create_session(self) -> Any:
-        """Wait for the tasks and for the chief; returns the session.
+        """Wait for the tasks and the chief, and return the session.
 
-        Raises: RendezvousError or PeerLostError naming who is missing.
+        Raises: RendezvousError or PeerLostError naming the missing tasks.
         """
         scaffold = self._scaffold
         config = with_filters(self._master, self._config, v1.get_default_graph())
@@ -171,10 +171,10 @@ class WorkerSessionCreator(tf.compat.v1.train.SessionCreator):  # type: ignore[m
 def MonitoredTrainingSession(*args: Any, **kwargs: Any) -> Any:
     """`tf.train.MonitoredTrainingSession` of TensorFlow 1, with the same arguments.
 
-    On a server of the job, waits are bounded and name who is missing. When a parameter server is lost, it waits
-    PHALANX_RETURN_TIMEOUT seconds for it to return, and training continues from the last checkpoint in
-    `checkpoint_dir`. `max_wait_secs` is the time for the chief, by default PHALANX_RENDEZVOUS_TIMEOUT,
-    and `stop_grace_period_secs` is 10 by default.
+    On a server of the job, waits are bounded and name the missing tasks. When a parameter server is lost, the session
+    waits PHALANX_RETURN_TIMEOUT seconds for its return, and training continues from the last checkpoint in
+    `checkpoint_dir`. `max_wait_secs` limits the wait for the chief; the default is PHALANX_RENDEZVOUS_TIMEOUT. The
+    default of `stop_grace_period_secs` is 10.
 
     Returns: a `MonitoredSession`.
 

@@ -1,4 +1,4 @@
-"""What a session on a server needs before it exists, and what its errors mean."""
+"""Prepares a session on a server, and interprets its errors."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from phalanx.transport.address import Address
 
 v1 = tf.compat.v1
 LOSSES = (tf.errors.AbortedError, tf.errors.UnavailableError)
-"""What TensorFlow raises when it cannot reach a task, or when a task has been started again."""
+"""Errors that TensorFlow raises when it cannot reach a task, or when a task has restarted."""
 
 _TASK = re.compile(r"/job:(\w+)/replica:\d+/task:(\d+)")
-"""How errors of TensorFlow name a task."""
+"""A task's name in TensorFlow's errors."""
 
 _started: set[str] = set()
-"""Targets that a session has been on: what does not answer there is lost, not late."""
+"""Targets that already had a session: a task that does not answer there is lost, not late."""
 
 
 def await_tasks(master: Any, config: Any) -> None:
     """Wait for the tasks that a session needs.
 
     Args:
-        master: the target of the session; nothing is waited for unless it is a server of this process.
-        config: the configuration of the session, from `with_filters`.
+        master: Target of the session. If it is not a server of this process, this does not wait.
+        config: Configuration of the session, from `with_filters`.
 
     Raises: RendezvousError or PeerLostError that names the tasks that do not answer in time.
     """
@@ -51,20 +51,19 @@ def await_tasks(master: Any, config: Any) -> None:
     else:
         bound_s = job.rendezvous_timeout_s
         wait_for_tasks(needed, bound_s, lambda missing: _late(missing, bound_s))
-        _started.add(server.target)  # only now: until all have answered once, a missing one is late
+        _started.add(server.target)  # only now: until all have answered once, a missing task is late
 
 
 def with_filters(master: Any, config: Any, graph: Any) -> Any:
-    """The configuration of a session that needs only the tasks that operations of its graph are placed on; if none is
-    placed yet, all parameter servers.
+    """Return the configuration of a session that needs only the tasks on which operations of its graph are placed.
 
-    Without `device_filters`, TensorFlow waits for all tasks of the cluster, also for workers that have finished, and
-    has no bound for it.
+    If no operation is placed yet, the session needs all parameter servers. Without `device_filters`, TensorFlow waits
+    without limit for all tasks of the cluster, even for workers that have finished.
 
     Args:
-        master: the target of the session.
-        config: a `ConfigProto` or None; one with `device_filters` is left as it is.
-        graph: the graph.
+        master: Target of the session.
+        config: A `ConfigProto` or None; if it has `device_filters`, it is not changed.
+        graph: The graph.
     """
     server = server_of(master)
     if server is None:
@@ -73,12 +72,12 @@ def with_filters(master: Any, config: Any, graph: Any) -> Any:
     if config is not None:
         copy.CopyFrom(config)
     if not copy.device_filters:
-        # This task itself is needed in any case: its server is the session's master.
+        # This task is always needed: its server is the session's master.
         filters = {device_of(server.task)}
         specs = [tf.DeviceSpec.from_string(device) for device in {each.device for each in graph.get_operations()}]
         jobs = [each for each in specs if each.job is not None]
         placed = {f"/job:{each.job}" + ("" if each.task is None else f"/task:{each.task}") for each in jobs}
-        # A graph that is placed nowhere yet is built after its session: on the servers, as most are.
+        # A graph without placements is built after its session: on the servers, as most graphs are.
         filters |= placed or {device_of(task) for task in server.other_tasks if task.startswith(PS)}
         copy.device_filters.extend(sorted(filters))
     return copy
@@ -86,7 +85,7 @@ def with_filters(master: Any, config: Any, graph: Any) -> Any:
 
 @contextlib.contextmanager
 def naming_lost_tasks(master: Any) -> Iterator[None]:
-    """Inside, an error of TensorFlow because of a task that is lost becomes a PeerLostError that names it."""
+    """Within the context, convert TensorFlow's errors about a lost task to a PeerLostError that names it."""
     try:
         yield
     except LOSSES as error:
@@ -94,7 +93,7 @@ def naming_lost_tasks(master: Any) -> Iterator[None]:
         servers = {} if server is None else {t: a for t, a in server.other_tasks.items() if t.startswith(PS)}
         named = {f"{job}/{index}" for job, index in _TASK.findall(str(error))}
         for task, address in servers.items():
-            # One that the error names may have been started again meanwhile.
+            # A task that the error names may have restarted meanwhile.
             if task in named or probe(address) is not Answer.SERVES:
                 raise PeerLostError(
                     f"{task} at {address} was lost, with the variables on it. With MonitoredTrainingSession, training "
@@ -124,7 +123,7 @@ def _late(missing: str, bound_s: float) -> RendezvousError:
 
 
 def _tasks_of(server: Server, filters: Any) -> dict[str, Address]:
-    """The addresses of the tasks, other than this one, that pass any of the filters."""
+    """Return the addresses of the tasks, except this one, that pass any of the filters."""
     specs = [tf.DeviceSpec.from_string(each) for each in filters]
 
     def passes(task: str) -> bool:

@@ -38,7 +38,7 @@ _CHOICES: tuple[tuple[Callable[[_Environ], bool], Callable[..., ClusterResolver]
     (lambda environ: bool(environ.get(TF_CONFIG)), TFConfigClusterResolver),
     # mpirun inside a Slurm job starts its daemons with srun, so Slurm's variables describe the daemons.
     (_in_open_mpi, MPIClusterResolver),
-    # srun may set PMI's variables too, but its own variables include the hosts.
+    # srun may also set PMI's variables, but only Slurm's variables include the hosts.
     (_in_slurm_step, SlurmClusterResolver),
     (started_by_mpi, MPIClusterResolver),
     (started_by_kubernetes, KubernetesClusterResolver),
@@ -46,9 +46,9 @@ _CHOICES: tuple[tuple[Callable[[_Environ], bool], Callable[..., ClusterResolver]
 
 
 def as_resolver(given: Any) -> ClusterResolver:
-    """The resolver for the `cluster_resolver` argument of a strategy; the result of `resolve` for None.
+    """Return the resolver for the `cluster_resolver` argument of a strategy; the result of `resolve` for None.
 
-    TensorFlow's resolvers are queried once, and copied.
+    TensorFlow's resolvers are queried once and copied.
 
     Raises: ConfigurationError if `given` is not a resolver.
     """
@@ -65,15 +65,15 @@ def as_resolver(given: Any) -> ClusterResolver:
 
 
 def resolve(environ: _Environ | None = None) -> ClusterResolver:
-    """The resolver for the way this process was started.
+    """Return the resolver for the way this process was started.
 
-    The order is TF_CONFIG, Open MPI, Slurm, other MPI launchers, Kubernetes, judging by the variables that each of
+    The order is TF_CONFIG, Open MPI, Slurm, other MPI launchers, Kubernetes, detected by the variables that each of
     them sets. Without any of these, the result has an empty cluster: the process trains alone.
 
     Args:
-        environ: the variables to examine; the process's environment if not given.
+        environ: The variables to examine; the process's environment if not given.
 
-    Raises: ConfigurationError if torchrun or horovodrun has started several processes, each of which would train alone.
+    Raises: ConfigurationError if torchrun or horovodrun has started several processes: each would train alone.
     """
     environ = process_environment() if environ is None else environ
     for fits, kind in _CHOICES:

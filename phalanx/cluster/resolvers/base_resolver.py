@@ -13,18 +13,18 @@ from phalanx.errors import ConfigurationError
 
 
 class ClusterResolver(abc.ABC):
-    """Finds out which tasks the job has and which of them this process is.
+    """Finds the tasks of the job and the task of this process.
 
     A resolver reads the environment when it is queried, not when it is created, and opens nothing.
 
     Args:
-        task_type: the type of this process's task, where the resolver should not find it out itself.
-        task_id: its index.
-        rpc_layer: the answer of `rpc_layer`; nothing else depends on it.
-        environ: the variables to read; the process's environment if not given.
+        task_type: The type of this process's task, if the resolver should not find it itself.
+        task_id: Its index.
+        rpc_layer: Value of the property `rpc_layer`; nothing else depends on it.
+        environ: The variables to read; the process's environment if not given.
     """
 
-    # Defaults for subclasses of a program that do not call __init__.
+    # Defaults for custom subclasses that do not call __init__.
     _task_type: str | None = None
     _task_id: int | None = None
     _rpc_layer: str | None = None
@@ -45,13 +45,13 @@ class ClusterResolver(abc.ABC):
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The tasks of the job. Empty if there is only this process.
+        """Return the tasks of the job. Empty if there is only this process.
 
-        Raises: ConfigurationError if the environment describes it wrongly.
+        Raises: ConfigurationError if the description in the environment is invalid.
         """
 
     def _find_task(self) -> Task | None:
-        """This process's task as the environment describes it; None if there is no cluster."""
+        """Return this process's task as the environment describes it; None if there is no cluster."""
         return None
 
     @property
@@ -93,9 +93,9 @@ class ClusterResolver(abc.ABC):
         return self._environment
 
     def task(self) -> Task | None:
-        """This process's task; None if there is no cluster.
+        """Return this process's task; None if there is no cluster.
 
-        Raises: ConfigurationError if only half of it is known.
+        Raises: ConfigurationError if only its type or only its index is known.
         """
         task_type, task_id = self.task_type, self.task_id
         if task_type is None and task_id is None:
@@ -107,7 +107,7 @@ class ClusterResolver(abc.ABC):
         return Task(task_type, task_id)
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task (by default this one), as `rpc_layer://host:port`.
+        """Return the address of a task (by default this one), as `rpc_layer://host:port`.
 
         Empty if the cluster has only one task, as in `tf.distribute`.
         """
@@ -126,9 +126,9 @@ class ClusterResolver(abc.ABC):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: object = None
     ) -> dict[str, int]:
-        """Accelerators of this process by kind, for example {"GPU": 2}; {} if it has none.
+        """Return the accelerators of this process by kind, for example {"GPU": 2}; {} if it has none.
 
-        Counted without importing a backend: CUDA_VISIBLE_DEVICES if set, else the kernel's devices. The
+        Counts them without importing a backend: CUDA_VISIBLE_DEVICES if set, else the kernel's devices. The
         accelerators of other tasks are unknown, so `task_type`, `task_id` and `config_proto` have no effect.
         """
         del task_type, task_id, config_proto
@@ -143,9 +143,9 @@ def format_master_url(address: str, rpc_layer: str | None) -> str:
 
 
 def whole_number(environment: Mapping[str, str], name: str, *, reader: str) -> int:
-    """The value of a variable that a scheduler sets.
+    """Return the value of a variable that a scheduler sets.
 
-    Raises: ConfigurationError naming it and the resolver that reads it.
+    Raises: ConfigurationError naming the variable and the resolver that reads it.
     """
     text = environment.get(name)
     if text is None:
@@ -156,7 +156,7 @@ def whole_number(environment: Mapping[str, str], name: str, *, reader: str) -> i
 
 
 def port_base(environment: Mapping[str, str], given: int | None) -> int:
-    """The port of the first task on each host: `given`, else PHALANX_PORT_BASE, else the default."""
+    """Return the port of the first task on each host: `given`, else PHALANX_PORT_BASE, else the default."""
     if given is None:
         given = DEFAULT_PORT_BASE
         if environment.get(PORT_BASE):

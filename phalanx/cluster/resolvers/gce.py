@@ -1,4 +1,4 @@
-"""The cluster of an instance group of Google Compute Engine."""
+"""The cluster of a Google Compute Engine instance group."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ PACKAGE = "google-api-python-client"
 
 
 class GCEClusterResolver(ClusterResolver):
-    """One task for each running instance of an instance group, in the order of their addresses.
+    """One task per running instance of an instance group, in the order of their addresses.
 
-    The API is queried at each call of `cluster_spec`.
+    Each call of `cluster_spec` queries the API.
 
     Args:
-        project: the instance group's project.
-        zone: its zone.
-        instance_group: its name.
-        port: the port of every task.
-        task_type: the type of all tasks.
-        task_id: this instance's index, different on each.
-        rpc_layer: the result of `rpc_layer`.
-        credentials: for the API; "default" takes the application's default credentials.
-        service: what `googleapiclient.discovery.build("compute", "v1")` returns; None calls it. With it, credentials
+        project: The instance group's project.
+        zone: Its zone.
+        instance_group: Its name.
+        port: Port of every task.
+        task_type: The type of all tasks.
+        task_id: This instance's index, different on each.
+        rpc_layer: Value of the property `rpc_layer`.
+        credentials: Credentials for the API; "default" selects the application's default credentials.
+        service: A result of `googleapiclient.discovery.build("compute", "v1")`; None to call it. If given, credentials
             have no effect.
 
     Raises: ConfigurationError if the API's package is needed and not installed.
@@ -52,7 +52,7 @@ class GCEClusterResolver(ClusterResolver):
         self._service = _build_service(credentials) if service is None else service
 
     def cluster_spec(self) -> ClusterSpec:
-        """The running instances of the group.
+        """Return the running instances of the group.
 
         Raises: RendezvousError if there are none.
         """
@@ -75,7 +75,7 @@ class GCEClusterResolver(ClusterResolver):
         return ClusterSpec({str(self._task_type): sorted(addresses)})
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of a task (by default this one)."""
+        """Return the address of a task (by default this one)."""
         task_type = task_type if task_type is not None else self.task_type
         task_id = task_id if task_id is not None else self.task_id
         if task_type is None or task_id is None:

@@ -1,4 +1,4 @@
-"""Parses lists of hosts as schedulers write them, and derives clusters from them."""
+"""Parses the host lists of schedulers and derives clusters from them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from phalanx.cluster.spec import WORKER, ClusterSpec
 from phalanx.errors import ConfigurationError
 
 MAX_HOSTS = 1 << 16
-"""Limit for the expansion of one expression, so that a typo like [1-999999999] is an error and not a hang."""
+"""Limit for the expansion of one expression, so that a typo like [1-999999999] is an error instead of a hang."""
 
 HostTasks = list[tuple[str, int]]
 """Hosts in order, each with its number of tasks."""
 
 
 def expand_host_list(text: str) -> list[str]:
-    """The hosts of a Slurm node list, in its order.
+    """Return the hosts of a Slurm node list, in its order.
 
     >>> expand_host_list("a[01-03,7],b,c[1-2]x[5,6]")
     ['a01', 'a02', 'a03', 'a7', 'b', 'c1x5', 'c1x6', 'c2x5', 'c2x6']
@@ -30,7 +30,7 @@ def expand_host_list(text: str) -> list[str]:
 
 
 def expand_counts(text: str) -> list[int]:
-    """The numbers of a Slurm list with repetitions.
+    """Return the numbers of a Slurm list with repetitions.
 
     >>> expand_counts("3(x2),2,1")
     [3, 3, 2, 1]
@@ -46,7 +46,7 @@ def expand_counts(text: str) -> list[int]:
 
 
 def parse_hosts(text: str, *, where: str) -> HostTasks:
-    """Hosts with slots, `a:2,b:2`; one slot by default.
+    """Parse hosts with slots, `a:2,b:2`; one slot by default.
 
     >>> parse_hosts("a:2, b", where="PHALANX_HOSTS")
     [('a', 2), ('b', 1)]
@@ -64,9 +64,9 @@ def parse_hosts(text: str, *, where: str) -> HostTasks:
 
 
 def worker_cluster(tasks: HostTasks, first_port: int) -> ClusterSpec:
-    """Workers numbered host by host; the ports of each host count up from `first_port`.
+    """Return workers numbered host by host; the ports of each host count up from `first_port`.
 
-    If a host is listed twice, its ports continue.
+    If a host is listed twice, its port numbers continue.
     """
     used: dict[str, int] = {}
     addresses = []
@@ -79,7 +79,7 @@ def worker_cluster(tasks: HostTasks, first_port: int) -> ClusterSpec:
 
 
 def cyclic(tasks: HostTasks) -> HostTasks:
-    """The same tasks distributed one by one over the hosts, as `srun --distribution=cyclic` numbers them."""
+    """Distribute the tasks one by one over the hosts, as `srun --distribution=cyclic` numbers them."""
     rounds = max((count for _, count in tasks), default=0)
     return [(host, 1) for turn in range(rounds) for host, count in tasks if turn < count]
 

@@ -1,4 +1,4 @@
-"""The cluster of pods in Kubernetes: of an indexed Job or a StatefulSet, or of those with certain labels."""
+"""The cluster of pods in Kubernetes: of an indexed Job, a StatefulSet, or certain labels."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from phalanx.config.environment_variables import NUM_WORKERS, SERVICE
 from phalanx.errors import ConfigurationError
 
 DEFAULT_SERVER_PORT = 8470
-"""As in `tf.distribute`."""
+"""The default in `tf.distribute`."""
 
 _READER = "KubernetesClusterResolver"
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """One worker for each pod, numbered as Kubernetes numbers them; or one task for each pod with certain labels.
+    """One worker per pod, numbered as in Kubernetes; or one task per pod with certain labels.
 
     With `job_to_label_mapping` or `override_client`, as in `tf.distribute`: the API server lists the pods, which need
-    the right to ask it (`list` on `pods`) and the package `kubernetes`. A pod finds its own task by its name, so
+    permission to query it (`list` on `pods`) and the package `kubernetes`. A pod finds its task by its name, so
     `task_type` and `task_id` need not be set.
 
-    Without them, the API server is not queried. The index is JOB_COMPLETION_INDEX (a Job with `completionMode:
-    Indexed`), or else the end of the pod's host name (StatefulSet: `train-3`). Pod `i` has the address
-    `<name>-<i>.<service>`, so both kinds need a headless service (`clusterIP: None`, with `publishNotReadyAddresses:
-    true`, since the pods look for each other before they are ready), and a Job's pod template needs `subdomain:
-    <service>`. All pods listen on the same port, 8888 or PHALANX_PORT_BASE.
+    Otherwise, the API server is not queried. The index is JOB_COMPLETION_INDEX (a Job with `completionMode: Indexed`),
+    or else the end of the pod's host name (StatefulSet: `train-3`). Pod `i` has the address `<name>-<i>.<service>`, so
+    both kinds need a headless service (`clusterIP: None`, with `publishNotReadyAddresses: true`, since the pods look
+    for each other before they are ready), and a Job's pod template needs `subdomain: <service>`. All pods listen on the
+    same port, 8888 or PHALANX_PORT_BASE.
 
     Set PHALANX_NUM_WORKERS and PHALANX_SERVICE in the pod template; Kubernetes does not provide them.
 
     Args:
-        job_to_label_mapping: task types with the label selectors of their pods, `{"worker": ["job-name=train"]}`.
-        tf_server_port: the port of every pod that has one of the labels.
-        rpc_layer: the result of `rpc_layer`.
-        override_client: a `kubernetes.client.CoreV1Api`, whose credentials are loaded.
-        executable_location: whether the program runs in the cluster, which says where credentials are.
-        num_workers: the number of pods, instead of PHALANX_NUM_WORKERS.
-        service: the name of the headless service, instead of PHALANX_SERVICE.
-        port: the port of every pod, instead of PHALANX_PORT_BASE.
-        environ: the variables to read; the process's environment if not given.
-        hostname: this pod's host name; the system's if not given.
+        job_to_label_mapping: Task types with the label selectors of their pods, `{"worker": ["job-name=train"]}`.
+        tf_server_port: Port of every pod with one of the labels.
+        rpc_layer: Value of the property `rpc_layer`.
+        override_client: A `kubernetes.client.CoreV1Api` with loaded credentials.
+        executable_location: Whether the program runs in the cluster, which determines where credentials are.
+        num_workers: Number of pods, instead of PHALANX_NUM_WORKERS.
+        service: Name of the headless service, instead of PHALANX_SERVICE.
+        port: Port of every pod, instead of PHALANX_PORT_BASE.
+        environ: The variables to read; the process's environment if not given.
+        hostname: This pod's host name; the system's if not given.
     """
 
     def __init__(
@@ -137,5 +137,5 @@ class KubernetesClusterResolver(ClusterResolver):
 
 
 def started_by_kubernetes(environ: Mapping[str, str]) -> bool:
-    """Whether this is a pod of an indexed Job, or one with PHALANX_NUM_WORKERS."""
+    """Return whether this is a pod of an indexed Job, or a pod with PHALANX_NUM_WORKERS."""
     return "KUBERNETES_SERVICE_HOST" in environ and ("JOB_COMPLETION_INDEX" in environ or NUM_WORKERS in environ)

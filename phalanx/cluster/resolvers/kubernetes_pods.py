@@ -1,4 +1,4 @@
-"""The pods of a cluster, as the API server of Kubernetes lists them."""
+"""The pods of a cluster, as listed by the Kubernetes API server."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from phalanx.transport.address import Address
 
 PACKAGE = "kubernetes"
 DEFAULT_LABELS = {"worker": ["job-name=tensorflow"]}
-"""As in `tf.distribute`."""
+"""The default in `tf.distribute`."""
 
 
 class KubernetesExecutableLocation(enum.Enum):
-    """Where the program runs, and so where the API server's address and credentials are."""
+    """Where the program runs, which determines where the API server's address and credentials are."""
 
     WITHIN_CLUSTER = 0
     OFF_CLUSTER = 1
@@ -28,10 +28,10 @@ class PodLister:
     """Lists the pods with certain labels, again at each call.
 
     Args:
-        labels: task types with the label selectors of their pods.
-        port: of every pod.
-        client: a `CoreV1Api`; None makes one.
-        location: where credentials for that are.
+        labels: Task types with the label selectors of their pods.
+        port: Port of every pod.
+        client: A `CoreV1Api`; None to create one.
+        location: Location of the credentials for a new client.
 
     Raises: ConfigurationError if the client's package is not installed.
     """
@@ -53,14 +53,14 @@ class PodLister:
         self._client = client or _make_client(location)
 
     def cluster_spec(self) -> ClusterSpec:
-        """The cluster of these pods, in the order of the selectors and then of their names.
+        """Return the cluster of these pods, ordered by selector and then by name.
 
         Raises: RendezvousError naming a pod that does not run, or labels that no pod has.
         """
         return ClusterSpec({job: [address for _, address in self._pods(job)] for job in self._labels})
 
     def task_of(self, pod_name: str) -> Task | None:
-        """The task of a pod; None if it has none of the labels."""
+        """Return the task of a pod; None if it has none of the labels."""
         for job in self._labels:
             names = [name for name, _ in self._pods(job)]
             if pod_name in names:
@@ -68,7 +68,7 @@ class PodLister:
         return None
 
     def _pods(self, job: str) -> list[tuple[str, str]]:
-        """The names and addresses of a task type's pods."""
+        """Return the names and addresses of a task type's pods."""
         found = []
         for selector in self._labels[job]:
             pods = self._client.list_pod_for_all_namespaces(label_selector=selector).items
@@ -80,7 +80,7 @@ class PodLister:
                         f"The pod {pod.metadata.name!r} with the label {selector!r} is not running; its phase is "
                         f"{pod.status.phase!r}. Wait until all pods run, then create the strategy."
                     )
-                # Not of its host, as tf.distribute has it: two pods of a host would have one address.
+                # Not the host's address, as in tf.distribute: two pods on one host would have the same address.
                 address = getattr(pod.status, "pod_ip", None) or pod.status.host_ip
                 found.append((str(pod.metadata.name), str(Address(str(address), self._port))))
         return found

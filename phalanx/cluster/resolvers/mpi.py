@@ -1,4 +1,4 @@
-"""The cluster of processes that an MPI launcher started: `mpirun -n 4 python train.py`. MPI is not used."""
+"""The cluster of processes started by an MPI launcher: `mpirun -n 4 python train.py`. MPI itself is not used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _READER = "MPIClusterResolver"
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The variables in which a launcher tells each process its place."""
+    """The variables with which a launcher gives each process its rank."""
 
     rank: str
     size: str
@@ -34,7 +34,7 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    # MVAPICH, before PMI because it sets that too.
+    # MVAPICH, before PMI because it also sets PMI's variables.
     _Launcher("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
     # MPICH and Intel MPI (Hydra).
     _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -44,7 +44,7 @@ _LAUNCHERS = (
 
 
 class MPIClusterResolver(ClusterResolver):
-    """One worker for each process, in the order of MPI's ranks.
+    """One worker per process, in the order of MPI's ranks.
 
     Rank and size come from the launcher's variables (Open MPI: OMPI_COMM_WORLD_*, MPICH and Intel MPI: PMI_*
     and MPI_LOCAL*, MVAPICH: MV2_*, PMIx). MPI provides neither hosts nor ports, which are derived:
@@ -53,14 +53,14 @@ class MPIClusterResolver(ClusterResolver):
       PHALANX_HOSTS (`a:2,b:2`, set with `mpirun -x` or `-genv`) or the scheduler (SLURM_JOB_NODELIST with
       SLURM_TASKS_PER_NODE, or the file PBS_NODEFILE). Ranks must be numbered host by host (`--map-by slot`,
       the default).
-    - Ports: `port_base` (8888, or PHALANX_PORT_BASE) + the place on its host. Two jobs that share a host
-      need different ones.
+    - Ports: `port_base` (8888, or PHALANX_PORT_BASE) + the local rank. Two jobs that share a host need different
+      ports.
 
     Args:
-        hosts: the hosts with their numbers of processes, instead of PHALANX_HOSTS.
-        port_base: the first port on each host, instead of PHALANX_PORT_BASE.
-        rpc_layer: the result of `rpc_layer`.
-        environ: the variables to read; the process's environment if not given.
+        hosts: The hosts with their numbers of processes, instead of PHALANX_HOSTS.
+        port_base: The first port on each host, instead of PHALANX_PORT_BASE.
+        rpc_layer: Value of the property `rpc_layer`.
+        environ: The variables to read; the process's environment if not given.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class MPIClusterResolver(ClusterResolver):
         return self._number(name) if name and name in self._variables else None
 
     def _hosts(self) -> HostTasks:
-        """Hosts in rank order with their numbers of processes."""
+        """Return the hosts in rank order with their numbers of processes."""
         launcher = self._launcher()
         size = self._number(launcher.size)
         if not 0 <= self._number(launcher.rank) < size:
@@ -130,7 +130,7 @@ class MPIClusterResolver(ClusterResolver):
         return _first(hosts, size)
 
     def _listed_hosts(self) -> tuple[str, HostTasks] | None:
-        """The source of a list of hosts, and the list; None if there is none."""
+        """Return the source of a list of hosts, and the list; None if there is none."""
         variables = self._variables
         if self._given_hosts:
             return "hosts", parse_hosts(self._given_hosts, where="hosts")
@@ -151,7 +151,7 @@ class MPIClusterResolver(ClusterResolver):
         return None
 
     def _check_own_place(self, hosts: HostTasks) -> None:
-        """Check that the derived place of this process on its host is the launcher's."""
+        """Check that the derived local rank of this process matches the launcher's."""
         launcher = self._launcher()
         local_rank = self._optional(launcher.local_rank)
         if local_rank is None:
@@ -169,12 +169,12 @@ class MPIClusterResolver(ClusterResolver):
 
 
 def started_by_mpi(environ: Mapping[str, str]) -> bool:
-    """Whether an MPI launcher has set its variables."""
+    """Return whether an MPI launcher has set its variables."""
     return any(launcher.rank in environ and launcher.size in environ for launcher in _LAUNCHERS)
 
 
 def _first(hosts: HostTasks, size: int) -> HostTasks:
-    """The first `size` places."""
+    """Return the first `size` slots."""
     result: HostTasks = []
     for host, count in hosts:
         taken = min(count, size - sum(number for _, number in result))

@@ -1,4 +1,4 @@
-"""A cluster described by the program itself."""
+"""A cluster described by the program."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from phalanx.cluster.spec import ClusterSpec
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Returns the cluster that it was given.
+    """Returns the given cluster.
 
     >>> spec = ClusterSpec({"worker": ["host0:2222", "host1:2222"]})
     >>> resolver = SimpleClusterResolver(spec, task_type="worker", task_id=0)
 
     Args:
-        cluster_spec: the cluster, or what `ClusterSpec` accepts.
-        master: result of `master()` without a task.
-        task_type: the type of this process's task.
-        task_id: its index.
-        environment: result of the property.
-        num_accelerators: result of `num_accelerators()`, {} if not given.
-        rpc_layer: result of the property.
+        cluster_spec: The cluster, or any argument of `ClusterSpec`.
+        master: Result of `master()` without a task.
+        task_type: The type of this process's task.
+        task_id: Its index.
+        environment: Value of the property.
+        num_accelerators: Result of `num_accelerators()`, {} if not given.
+        rpc_layer: Value of the property.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class SimpleClusterResolver(ClusterResolver):
         return self._cluster_spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """The address of the named task, else the `master` given at construction."""
+        """Return the address of the named task, or else the `master` given at construction."""
         if task_type is None or task_id is None:
             return format_master_url(self._master, (rpc_layer or self.rpc_layer) if self._master else None)
         return format_master_url(self._cluster_spec.task_address(task_type, task_id), rpc_layer or self.rpc_layer)

@@ -13,26 +13,26 @@ _READER = "SlurmClusterResolver"
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """One task for each process of the job step, in the order of SLURM_PROCID.
+    """One task per process of the job step, in the order of SLURM_PROCID.
 
-    Reads the variables that `srun` sets: SLURM_PROCID (the number of this process),
-    SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE (hosts and their numbers of processes),
-    SLURM_DISTRIBUTION (`block`, the default, or `cyclic`: how processes are numbered over the hosts), and
-    SLURM_NODEID, which must agree with the derived host.
-    Slurm assigns no ports: the first process of each host gets `port_base` (8888, or PHALANX_PORT_BASE), the
-    next one the next port. Two jobs that share a host need different ports.
+    Reads the variables that `srun` sets: SLURM_PROCID (the number of this process), SLURM_STEP_NODELIST and
+    SLURM_STEP_TASKS_PER_NODE (hosts and their numbers of processes), SLURM_DISTRIBUTION (how processes are numbered
+    over the hosts: `block`, the default, or `cyclic`), and SLURM_NODEID, which must match the derived host.
+    Slurm assigns no ports: the first process on each host gets `port_base` (8888, or PHALANX_PORT_BASE), each further
+    process the next port. Two jobs that share a host need different ports.
 
     Args:
-        jobs: how many tasks of each type, in the order of their process numbers, for example
+        jobs: Number of tasks of each type, in the order of their process numbers, for example
             {"chief": 1, "worker": 3, "evaluator": 1}. All are workers if not given.
-        port_base: the first port on each host.
-        gpus_per_node: ignored, for compatibility with TensorFlow. Slurm binds GPUs to processes itself
+        port_base: The first port on each host.
+        gpus_per_node: Ignored; accepted for compatibility with TensorFlow. Slurm itself binds GPUs to processes
             (`--gpus-per-task`).
-        gpus_per_task: ignored.
-        tasks_per_node: processes on each host, one number or a mapping by host name; from the environment if not given.
-        auto_set_gpu: ignored.
-        rpc_layer: the result of `rpc_layer`.
-        environ: the variables to read; the process's environment if not given.
+        gpus_per_task: Ignored.
+        tasks_per_node: Number of processes on each host, as one number or a mapping by host name; from the environment
+            if not given.
+        auto_set_gpu: Ignored.
+        rpc_layer: Value of the property `rpc_layer`.
+        environ: The variables to read; the process's environment if not given.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SlurmClusterResolver(ClusterResolver):
         return ClusterSpec(cluster)
 
     def get_task_info(self) -> tuple[str, int]:
-        """Type and index of this process's task."""
+        """Return the type and index of this process's task."""
         task = self._find_task()
         return task.type, task.index
 
@@ -79,7 +79,7 @@ class SlurmClusterResolver(ClusterResolver):
         return tasks[process]
 
     def _tasks(self, count: int) -> list[Task]:
-        """The task of each process, by process number."""
+        """Return the task of each process, by process number."""
         jobs = self._jobs if self._jobs is not None else {"worker": count}
         if sum(jobs.values()) != count:
             raise ConfigurationError(
@@ -94,7 +94,7 @@ class SlurmClusterResolver(ClusterResolver):
             return [(name, self._tasks_per_node) for name in names]
         if self._tasks_per_node is not None:
             given = self._tasks_per_node
-            # Slurm numbers processes in the order of its hosts. Names that are not Slurm's keep the order given.
+            # Slurm numbers processes in the order of its hosts. Names that are not Slurm's keep the given order.
             return [(name, given[name]) for name in names] if given.keys() == set(names) else list(given.items())
         counts = expand_counts(self._variable("TASKS_PER_NODE"))
         if len(counts) != len(names):
@@ -116,7 +116,7 @@ class SlurmClusterResolver(ClusterResolver):
         )
 
     def _check_own_place(self, hosts: HostTasks, addresses: list[str]) -> None:
-        """Check that the derived host of this process is Slurm's."""
+        """Check that the derived host of this process matches Slurm's."""
         if "SLURM_NODEID" not in self._variables:
             return
         node = whole_number(self._variables, "SLURM_NODEID", reader=_READER)
@@ -134,7 +134,7 @@ class SlurmClusterResolver(ClusterResolver):
             )
 
     def _variable(self, name: str) -> str:
-        """The step's variable, or else the job's."""
+        """Return the step's variable, or else the job's."""
         for full in (f"SLURM_STEP_{name}", f"SLURM_{name}", f"SLURM_JOB_{name}"):
             if self._variables.get(full):
                 return self._variables[full]

@@ -12,22 +12,22 @@ from phalanx.config.environment_variables import TF_CONFIG
 from phalanx.errors import ConfigurationError
 
 MAX_SHOWN = 200
-"""Characters of a wrong value in a message."""
+"""Maximum number of characters of an invalid value in a message."""
 EXAMPLE = '{"cluster": {"worker": ["host0:2222", "host1:2222"]}, "task": {"type": "worker", "index": 0}}'
 
 
 class TFConfigClusterResolver(ClusterResolver):
     """Reads TF_CONFIG: `cluster` with the addresses by type, `task` with `type` and `index`.
 
-    The evaluator may be in the cluster or outside it. If TF_CONFIG is not set, or `{}`, the cluster is empty, and the
+    The evaluator may be in the cluster or outside it. If TF_CONFIG is not set or is `{}`, the cluster is empty and the
     process trains alone.
 
     Args:
-        task_type: replaces the type in `task` of TF_CONFIG, which may then be missing.
-        task_id: replaces its index.
-        rpc_layer: replaces `rpc_layer` of TF_CONFIG.
-        environment: the result of `environment`.
-        environ: the variables to read; the process's environment if not given.
+        task_type: Replacement for the type in `task` of TF_CONFIG, which may then be missing.
+        task_id: Replacement for its index.
+        rpc_layer: Replacement for `rpc_layer` of TF_CONFIG.
+        environment: Value of the property `environment`.
+        environ: The variables to read; the process's environment if not given.
     """
 
     def __init__(
@@ -71,13 +71,13 @@ class TFConfigClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
-        """As in the base class; `session_master` of TF_CONFIG comes first, as in TensorFlow."""
+        """See the base class. As in TensorFlow, `session_master` of TF_CONFIG takes precedence."""
         session_master = self._config().get("session_master")
         return str(session_master) if session_master else super().master(task_type, task_id, rpc_layer)
 
 
 def load_tf_config(text: str) -> dict[str, Any]:
-    """TF_CONFIG as a dict; {} if it is empty.
+    """Return TF_CONFIG as a dict; {} if it is empty.
 
     Raises: ConfigurationError if it is not a JSON object.
     """
@@ -100,7 +100,7 @@ def load_tf_config(text: str) -> dict[str, Any]:
 
 
 def read_cluster(config: Mapping[str, Any]) -> ClusterSpec:
-    """The cluster of a loaded TF_CONFIG.
+    """Return the cluster of a loaded TF_CONFIG.
 
     Raises: ConfigurationError naming the entry that is missing or wrong.
     """
@@ -123,7 +123,7 @@ def read_cluster(config: Mapping[str, Any]) -> ClusterSpec:
 
 
 def read_task(config: Mapping[str, Any]) -> tuple[str, int]:
-    """Type and index of the task of a loaded TF_CONFIG.
+    """Return the type and index of the task of a loaded TF_CONFIG.
 
     Raises: ConfigurationError naming the entry that is missing or wrong.
     """
@@ -141,7 +141,7 @@ def read_task(config: Mapping[str, Any]) -> tuple[str, int]:
             raise ConfigurationError(f"task in TF_CONFIG is {task!r}: it has no {key!r}. Write {example}.")
     check_task_type(task["type"], where="task.type in TF_CONFIG")
     index = task["index"]
-    # Some job controllers write the index as a string, which TensorFlow accepts too.
+    # Some job controllers write the index as a string, which TensorFlow also accepts.
     if isinstance(index, str) and is_index(index.strip()):
         index = int(index)
     if isinstance(index, bool) or not isinstance(index, int) or index < 0:

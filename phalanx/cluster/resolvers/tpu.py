@@ -1,7 +1,7 @@
 """The hosts of a TPU slice, from the variables of a Kubernetes pod or the metadata server of a virtual machine.
 
-Source of the names and their meaning: JAX's own detection of clusters (`jax._src.clusters.cloud_tpu_cluster`), which
-reads what libtpu reads.
+Source of the names and their meaning: JAX's cluster detection (`jax._src.clusters.cloud_tpu_cluster`), which reads the
+same values as libtpu.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SLICES = "MEGASCALE_NUM_SLICES"
 SKIP_METADATA, METADATA_ADDRESS = "TPU_SKIP_MDS_QUERY", "GCE_METADATA_IP"
 METADATA_HOST = "metadata.google.internal"
 METADATA_TIMEOUT_S = 5.0
-"""The server is on the same machine, but a host that is no TPU's may have to wait for the failure of a look-up."""
+"""Time limit for one request. The server is on the same machine, but elsewhere the name look-up may fail slowly."""
 _READER = "TPUClusterResolver"
 _LOCAL = (None, "", "local")
 
 
 class TPUClusterResolver(ClusterResolver):
-    """One worker for each host of a TPU slice (`tf.distribute.cluster_resolver.TPUClusterResolver`).
+    """One worker per host of a TPU slice (`tf.distribute.cluster_resolver.TPUClusterResolver`).
 
     Start the program on every host of the slice: `gcloud compute tpus tpu-vm ssh NAME --worker=all --command=...`, or a
     Job on Kubernetes. The hosts come from TPU_WORKER_ID with TPU_WORKER_HOSTNAMES or TPU_PROCESS_ADDRESSES, or else
@@ -37,11 +37,11 @@ class TPUClusterResolver(ClusterResolver):
     of these, the cluster is empty: this process alone.
 
     Args:
-        tpu: None, "" or "local": the TPU of this host. A program cannot use a TPU of another host.
-        job_name: the type of the tasks; "worker" is the only one.
-        port: the port of every host, instead of PHALANX_PORT_BASE.
-        environ: the variables to read; the process's environment if not given.
-        options: other arguments of the original, which name a TPU in Google Cloud; must be left out or None.
+        tpu: None, "" or "local" for the TPU of this host. A program cannot use the TPU of another host.
+        job_name: The type of the tasks; must be "worker".
+        port: Port of every host, instead of PHALANX_PORT_BASE.
+        environ: The variables to read; the process's environment if not given.
+        options: Other arguments of the original, which name a TPU in Google Cloud; must be omitted or None.
 
     Raises:
         ConfigurationError: `tpu` or `options` name a TPU elsewhere.
@@ -71,10 +71,10 @@ class TPUClusterResolver(ClusterResolver):
 
     @staticmethod
     def connect(tpu: str | None = None, zone: str | None = None, project: str | None = None) -> TPUClusterResolver:
-        """The resolver, as the original's `connect` returns it. `TPUStrategy` connects."""
+        """Return the resolver, as the original `connect` does. `TPUStrategy` connects."""
         return TPUClusterResolver(tpu, zone=zone, project=project)
 
-    if not TYPE_CHECKING:  # for which there is no other attribute
+    if not TYPE_CHECKING:  # type checkers see only the declared attributes
 
         def __getattr__(self, name: str) -> Any:
             raise missing_member("TPUClusterResolver", self, name)
@@ -100,13 +100,13 @@ class TPUClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: object = None
     ) -> dict[str, int]:
-        """The TPU chips of this host, {"TPU": 4}; {} if it has none. The arguments have no effect."""
+        """Return the number of TPU chips of this host, {"TPU": 4}; {} if it has none. The arguments have no effect."""
         del task_type, task_id, config_proto
         count = count_tpus()
         return {"TPU": count} if count else {}
 
     def _find(self) -> tuple[int, list[str]]:
-        """This host's number in the slice, and all hosts; none if this is no TPU's host. Queried once."""
+        """Return this host's number in the slice, and all hosts; no hosts without a TPU. Queried once."""
         if self._found is None:
             self._found = self._from_variables() or self._from_metadata() or (0, [])
         return self._found
@@ -127,7 +127,7 @@ class TPUClusterResolver(ClusterResolver):
         if number is None or endpoints is None:
             return None
         _refuse_slices(_slices_in(_attribute(server, "tpu-env") or ""))
-        # Each is a host, or in an older format `name:id:ip`.
+        # Each entry is a host, or in an older format `name:id:ip`.
         hosts = [entry.strip().split(":")[-1] for entry in endpoints.split(",")]
         return whole_number({WORKER_ID: number.strip()}, WORKER_ID, reader=_READER), hosts
 
@@ -146,16 +146,16 @@ def _refuse_slices(count: str | None) -> None:
 
 
 def _slices_in(tpu_env: str) -> str | None:
-    """The number of slices, from lines such as `MEGASCALE_NUM_SLICES: '2'`."""
+    """Return the number of slices, from lines such as `MEGASCALE_NUM_SLICES: '2'`."""
     lines = dict(line.split(":", 1) for line in tpu_env.splitlines() if ":" in line)
     return next((value.strip() for name, value in lines.items() if name.strip() == SLICES), None)
 
 
 def _attribute(server: str, key: str) -> str | None:
-    """An attribute of this machine from its metadata server; None if there is no server or no such attribute."""
+    """Return an attribute of this machine from its metadata server; None if the server or attribute does not exist."""
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{key}"
     request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is this machine's own
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine
     try:
         with opener.open(request, timeout=METADATA_TIMEOUT_S) as response:
             return str(response.read().decode())

@@ -1,4 +1,4 @@
-"""A cluster whose parts other resolvers know."""
+"""A cluster composed of the results of several resolvers."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from phalanx.errors import ConfigurationError
 
 
 class UnionResolver(ClusterResolver):
-    """The tasks of several resolvers together (`tf.distribute.cluster_resolver.UnionResolver`).
+    """The combined tasks of several resolvers (`tf.distribute.cluster_resolver.UnionResolver`).
 
-    Lists of one task type follow each other, in the order of the resolvers; tasks with indices of their own keep them.
+    Lists of the same task type are concatenated in the order of the resolvers; tasks with explicit indices keep them.
     This process's task, the master and the accelerators are those of the first resolver, unless given here.
 
     Args:
-        resolvers: at least one.
-        task_type: see `ClusterResolver`.
-        task_id: see `ClusterResolver`.
-        rpc_layer: see `ClusterResolver`.
+        resolvers: One or more resolvers.
+        task_type: See `ClusterResolver`.
+        task_id: See `ClusterResolver`.
+        rpc_layer: See `ClusterResolver`.
 
-    Raises: ConfigurationError without resolvers; `cluster_spec()` raises it where two give one task another address, or
-        one gives a list where another gives indices.
+    Raises: ConfigurationError without resolvers; from `cluster_spec()`, if resolvers give one task different addresses,
+        or if one gives a list where another gives indices.
     """
 
     def __init__(
