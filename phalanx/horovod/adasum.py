@@ -1,14 +1,14 @@
-"""Adasum: a sum of gradients that takes less of what they have in common.
+"""Adasum: a sum of gradients that reduces the weight of their common component.
 
 It combines two gradients a and b into
 
     (1 - a.b / (2 |a|^2)) a  +  (1 - a.b / (2 |b|^2)) b
 
-so orthogonal ones are added and equal ones averaged. With more ranks (a power of two), neighbors are combined, then the
-results, as in a tree; each tensor separately.
+so orthogonal gradients are added and equal ones averaged. With more ranks (a power of two), neighbors are combined,
+then their results, as in a tree; each tensor separately.
 
-Every rank works on its share of all values: it receives that share of all ranks' tensors, the dot products of a level
-of the tree are summed over the ranks (three numbers for each pair and tensor), and at the end the shares are exchanged.
+Every rank works on its share of all values: it receives that share of all ranks' tensors, the dot products of each tree
+level are summed over the ranks (three numbers per pair and tensor), and at the end the shares are exchanged.
 
 Source: Maleki et al. 2021, "Scaling Distributed Training with Adaptive Summation" (MLSys), equation 1 and section 3.
 """
@@ -26,7 +26,7 @@ from phalanx.errors import ConfigurationError
 from phalanx.horovod.operation_request import Array
 
 TINY = float(np.sqrt(np.finfo(np.float64).tiny))
-"""Squared norms below this count as zero: a gradient of zeros has nothing in common with any other."""
+"""Squared norms below this count as zero: a zero gradient has no component in common with any other."""
 
 
 def check(dtypes: Sequence[np.dtype[np.generic]], size: int) -> None:
@@ -39,7 +39,7 @@ def check(dtypes: Sequence[np.dtype[np.generic]], size: int) -> None:
 
 
 def adasum(communicator: Communicator, arrays: Sequence[Array], outs: Sequence[Array]) -> None:
-    """Combine floating-point arrays of all ranks into `outs`, possibly the arrays themselves; all ranks must call."""
+    """Combine all ranks' floating-point arrays into `outs`, possibly the arrays themselves; all ranks must call it."""
     wires = [wire_dtype(array.dtype) for array in arrays]
     for wire in dict.fromkeys(wires):
         chosen = [index for index, one in enumerate(wires) if one == wire]
@@ -49,11 +49,11 @@ def adasum(communicator: Communicator, arrays: Sequence[Array], outs: Sequence[A
 
 
 def combine(left: Array, right: Array, dots: Array) -> Array:
-    """The combination of two gradients. `dots` are left.right, |left|^2 and |right|^2."""
+    """Combine two gradients. `dots` are left.right, |left|^2 and |right|^2."""
     both, of_left, of_right = (float(value) for value in dots)
     left_factor = 1.0 - both / (2.0 * of_left) if of_left >= TINY else 1.0
     right_factor = 1.0 - both / (2.0 * of_right) if of_right >= TINY else 1.0
-    # A gradient that nearly vanishes beside the other has a factor that float32 may not hold, while the product does.
+    # If one gradient is tiny compared with the other, its factor may overflow float32, although the product does not.
     is_held = max(abs(left_factor), abs(right_factor)) <= float(np.finfo(left.dtype).max)
     dtype = left.dtype if is_held else np.float64
     combined = left_factor * left.astype(dtype, copy=False) + right_factor * right.astype(dtype, copy=False)
@@ -61,22 +61,22 @@ def combine(left: Array, right: Array, dots: Array) -> Array:
 
 
 def _merge(vectors: Sequence[Array], communicator: Communicator) -> list[Array]:
-    """Flat arrays of one dtype, each combined over the ranks."""
-    # One concatenation, so that a level of the tree costs one collective for all tensors; each still has factors of its
-    # own, for which `pieces` says where it lies in this rank's share.
+    """Combine flat arrays of one dtype over the ranks, each separately."""
+    # One concatenation, so that a tree level needs one collective for all tensors. Each tensor still has separate
+    # factors: `pieces` holds its position in this rank's share.
     sizes = [len(vector) for vector in vectors]
     whole = np.concatenate(vectors) if len(vectors) > 1 else vectors[0]
     bounds = shares(len(whole), communicator.world_size, whole.itemsize)
     rows = communicator.all_to_all([whole[start:stop] for start, stop in bounds])
     pieces = list(_pieces(sizes, *bounds[communicator.rank]))
     while len(rows) > 1:
-        # `rows[i]` is this rank's share of the i-th node of the level; at first, of what rank i brought.
+        # `rows[i]` is this rank's share of the i-th node of the level; initially, of rank i's input.
         pairs = list(zip(rows[::2], rows[1::2], strict=True))
         dots = np.zeros((len(pairs), len(vectors), 3))
         for pair, (left, right) in enumerate(pairs):
             for vector, piece in pieces:
                 dots[pair, vector] = _dots(left[piece], right[piece])
-        # Now of whole tensors, the same bits on all ranks, and so are the factors.
+        # Now the dot products of whole tensors. They, and thus the factors, have the same bits on all ranks.
         (dots,) = communicator.all_reduce([dots])
         rows = [np.empty_like(left) for left, _ in pairs]
         for pair, (left, right) in enumerate(pairs):
@@ -92,7 +92,7 @@ def _dots(left: Array, right: Array) -> tuple[float, float, float]:
 
 
 def _pieces(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[int, slice]]:
-    """The vectors in elements `start` to `stop` of their concatenation, and their places within that range."""
+    """Yield the vectors in elements `start` to `stop` of their concatenation, and their slices within that range."""
     begin = 0
     for vector, size in enumerate(sizes):
         low, high = max(begin, start), min(begin + size, stop)

@@ -1,4 +1,4 @@
-"""This process's place in the job, and what the collectives are built on. Names and meaning are Horovod's."""
+"""This process's ranks in the job, and the libraries behind the collectives. Names and semantics are Horovod's."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from phalanx.horovod.horovod_job import current, is_joined, join_job, leave_job
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the job, with the other processes; does nothing if that is done already.
+    """Join the job with the other processes; do nothing if this process has already joined.
 
-    The job is described by TF_CONFIG (which `phalanx run` sets), Slurm, MPI or Kubernetes; without any of them, this
-    process is alone. Returns when all processes have joined, after at most PHALANX_RENDEZVOUS_TIMEOUT seconds.
+    TF_CONFIG (which `phalanx run` sets), Slurm, MPI or Kubernetes describe the job; without any of them, this process
+    is alone. Returns when all processes have joined, after at most PHALANX_RENDEZVOUS_TIMEOUT seconds.
 
     Args:
-        comm: in Horovod, a part of an MPI job. Must be None, since there is no MPI: use a process set.
-        process_sets: `ProcessSet`s to register, or "dynamic", which has no effect: they always can be registered.
+        comm: In Horovod, a part of an MPI job. Must be None, since there is no MPI: use a process set.
+        process_sets: `ProcessSet`s to register, or "dynamic", which has no effect: they can always be registered.
 
     Raises:
         UnsupportedError: `comm` is given.
@@ -51,7 +51,7 @@ def regroup() -> None:
 
     Process sets are no longer registered, as after `shutdown` and `init`, which Horovod calls here.
 
-    Raises: as `World.regroup`.
+    Raises: as `HorovodJob.regroup`.
     """
     sets.end()
     job = current()
@@ -60,18 +60,18 @@ def regroup() -> None:
 
 
 def is_initialized() -> bool:
-    """Whether `init` has been called, and `shutdown` not since."""
+    """Return whether `init` has been called without a later `shutdown`."""
     return is_joined()
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Record what this process does from now on, as HOROVOD_TIMELINE does from the start.
+    """Start recording this process, as HOROVOD_TIMELINE does from the beginning.
 
-    All ranks to be recorded must call. Ranks on other hosts than rank 0 are recorded only if rank 0 is.
+    All ranks to be recorded must call this. Ranks on hosts other than rank 0's are recorded only if rank 0 is.
 
     Args:
-        file_path: file on the host of rank 0; overwritten.
-        mark_cycles: whether each round of negotiation is marked.
+        file_path: File on the host of rank 0; overwritten.
+        mark_cycles: Whether to mark each round of negotiation.
 
     Raises:
         ValueError: before `init`, or while a timeline is being recorded.
@@ -81,43 +81,43 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """Stop recording and write what has been recorded. Raises ValueError before `init`."""
+    """Stop recording and write the timeline. Raises ValueError before `init`."""
     current()
     timeline_relay.stop_recording()
 
 
 def rank() -> int:
-    """This process's number in the job, from 0. Raises ValueError before `init`, as do the functions below."""
+    """Return this process's number in the job, from 0. Raises ValueError before `init`, as do the functions below."""
     return current().membership.rank
 
 
 def size() -> int:
-    """The number of processes."""
+    """Return the number of processes."""
     return current().membership.world_size
 
 
 def local_rank() -> int:
-    """This process's number among the processes on its host."""
+    """Return this process's number among the processes on its host."""
     return current().membership.local_rank
 
 
 def local_size() -> int:
-    """The number of processes on this host."""
+    """Return the number of processes on this host."""
     return len(current().membership.local_ranks)
 
 
 def cross_rank() -> int:
-    """This process's number among the processes of all hosts that have the same local rank."""
+    """Return this process's number among the processes with the same local rank on all hosts."""
     return _peers_across().index(rank())
 
 
 def cross_size() -> int:
-    """The number of hosts that have a process with this local rank."""
+    """Return the number of hosts that have a process with this local rank."""
     return len(_peers_across())
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have the same number of processes."""
+    """Return whether all hosts have the same number of processes."""
     membership = current().membership
     return len({len(membership.ranks_on(host)) for host in membership.hosts}) == 1
 
@@ -129,25 +129,25 @@ def _peers_across() -> Sequence[int]:
     return [ranks[local] for ranks in by_host if local < len(ranks)]
 
 
-# What Horovod was built with. Phalanx has its own collectives and uses none of these libraries.
+# The libraries that Horovod was built with. Phalanx has its own collectives and uses none of them.
 
 
 def mpi_threads_supported() -> bool:
-    """Whether other threads may use MPI at the same time: always, since Phalanx does not use it."""
+    """Return whether other threads may use MPI at the same time: always True, since Phalanx does not use it."""
     current()
     return True
 
 
 def _is_not_used() -> bool:
-    """Whether this library carries the collectives or was built in: never. Phalanx sends arrays itself.
+    """Return whether this library runs the collectives or was built in: always False. Phalanx itself sends arrays.
 
-    (A job that `mpirun` has started is recognized. Tensors on GPUs pass through the host's memory.)
+    (A job started by `mpirun` is recognized. Tensors on GPUs pass through host memory.)
     """
     return False
 
 
 def nccl_built() -> int:
-    """The version of NCCL as a number: 0 for none."""
+    """Return the version of NCCL as a number: 0 for none."""
     return 0
 
 

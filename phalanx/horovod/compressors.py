@@ -1,4 +1,4 @@
-"""Compression of tensors for the way between ranks, the same for all frameworks.
+"""Compression of tensors that travel between ranks, the same for all frameworks.
 
 Any class with the two static methods of `Compressor` is a compressor and can be passed as `compression=`.
 """
@@ -13,16 +13,16 @@ import numpy as np
 
 
 class Compressor:
-    """Changes a tensor before a collective and back after it."""
+    """Converts a tensor before a collective and back after it."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """The tensor that is sent, and the context that `decompress` needs."""
+        """Return the tensor to send, and the context that `decompress` needs."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """The received tensor in the form that the tensor had before `compress`."""
+        """Return the received tensor in the form that the tensor had before `compress`."""
         raise NotImplementedError
 
 
@@ -58,12 +58,12 @@ class Compression:
 
 
 def compressed(compression: Any, tensors: Sequence[Any], reduce: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
-    """What `reduce` makes of the compressed tensors, decompressed.
+    """Compress tensors, call `reduce` with them, and decompress the results.
 
     Args:
-        compression: a compressor.
-        tensors: in any framework.
-        reduce: takes the compressed tensors and returns as many.
+        compression: A compressor.
+        tensors: Tensors of any framework.
+        reduce: Function that takes the compressed tensors and returns the same number of tensors.
     """
     if compression is NoneCompressor:
         return list(reduce(list(tensors)))
@@ -73,11 +73,11 @@ def compressed(compression: Any, tensors: Sequence[Any], reduce: Callable[[list[
 
 
 def _cast(tensor: Any, dtype: Any) -> Any:
-    """The tensor in another dtype: "float16", or a dtype of its framework."""
-    torch = sys.modules.get("torch")  # no walrus: AutoGraph, which may convert this, does not know it
+    """Cast a tensor to another dtype: "float16", or a dtype of its framework."""
+    torch = sys.modules.get("torch")  # no walrus: AutoGraph may convert this, and does not support it
     if torch is not None and torch.is_tensor(tensor):
         return tensor.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
     if hasattr(tensor, "astype"):  # NumPy, JAX
-        with np.errstate(over="ignore"):  # gradients that overflow are the concern of loss scaling
+        with np.errstate(over="ignore"):  # loss scaling handles gradients that overflow
             return tensor.astype(dtype)
     return sys.modules["tensorflow"].cast(tensor, dtype)

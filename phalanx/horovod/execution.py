@@ -22,7 +22,7 @@ _REDUCE_OPS = {
 }
 
 _SCALED_BY_COMMUNICATOR = (HorovodOp.AVERAGE, HorovodOp.SUM)
-"""The communicator multiplies while it adds."""
+"""Reductions in which the communicator multiplies while it adds."""
 
 
 @dataclass(slots=True)
@@ -30,11 +30,11 @@ class FusedPart:
     """This rank's input and output of an operation.
 
     Attributes:
-        arrays: the input.
-        outs: contiguous arrays for the result, possibly `arrays` themselves; None for new ones.
-        splits: number of rows that an alltoall sends to each rank.
-        result: a list with one array for each of `arrays`; for an alltoall, a list of the received rows and of how many
-            came from each rank (int32).
+        arrays: The input.
+        outs: Contiguous arrays for the result, possibly `arrays` themselves; None for new arrays.
+        splits: Number of rows that an alltoall sends to each rank.
+        result: A list with one array for each of `arrays`; for an alltoall, a list of the received rows and the number
+            of rows from each rank (int32).
     """
 
     arrays: Sequence[Array]
@@ -43,14 +43,14 @@ class FusedPart:
     result: Any = None
 
 
-@np.errstate(all="ignore")  # an overflow must not end the operation on one rank alone
+@np.errstate(all="ignore")  # an overflow must not end the operation on one rank only
 def execute(communicator: Communicator, requests: Sequence[Request], parts: Sequence[FusedPart | None]) -> None:
-    """Run a batch of requests that travel together (`negotiation.fuse`); all ranks must call with the same requests.
+    """Run a batch of fused requests (`negotiation.fuse`); all ranks must call this with the same requests.
 
     Args:
-        communicator: of the ranks.
-        requests: alike but for their arrays.
-        parts: of this rank, which receive the results; None if it has joined and contributes neutral values.
+        communicator: The communicator of the ranks.
+        requests: Requests that differ only in their arrays.
+        parts: This rank's parts, which receive the results; None if it has joined and contributes neutral values.
     """
     kind = requests[0].kind
     if kind == OperationKind.ALLREDUCE:
@@ -77,7 +77,7 @@ def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: S
     outs: list[Array] = []
     for request, part in zip(requests, parts, strict=True):
         if part is None:
-            # Of the dtypes and shapes that the others bring, or the communicator finds a mismatch.
+            # With the dtypes and shapes of the other ranks, or the communicator finds a mismatch.
             neutral = [
                 _neutral(op, dtype_of(name), shape) for name, shape in zip(request.dtypes, request.shapes, strict=True)
             ]
@@ -92,7 +92,7 @@ def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: S
     if op is not HorovodOp.AVERAGE or len(set(floats)) < 2:
         _reduce(communicator, op, arrays, outs, prescale, postscale)
         return
-    # Apart: the sum from which the mean of integers is cut off overflows in half precision, where the mean does not.
+    # Separately: in half precision, the sum, which integers need for their mean, can overflow where the mean does not.
     for of_floats in (True, False):
         chosen = [index for index, each in enumerate(floats) if each is of_floats]
         _reduce(communicator, op, [arrays[i] for i in chosen], [outs[i] for i in chosen], prescale, postscale)
@@ -106,7 +106,7 @@ def _reduce(
     prescale: float,
     postscale: float,
 ) -> None:
-    """Reduce arrays into `outs`. For an average, they are all floats, or all integers."""
+    """Reduce arrays into `outs`. For an average, they are all floats or all integers."""
     if op is HorovodOp.ADASUM:
         adasum.adasum(communicator, arrays, outs)
     elif op is HorovodOp.AVERAGE and all(is_float(array.dtype) for array in arrays):
@@ -116,7 +116,7 @@ def _reduce(
             communicator.all_reduce(arrays, ReduceOp.SUM, scale=[prescale] * len(arrays), out=outs)
             postscale /= communicator.world_size
     elif op is HorovodOp.AVERAGE:
-        # The sums in arrays of their own: `outs` have too few bits for them.
+        # The sums need separate arrays: `outs` have too few bits for them.
         sums = communicator.all_reduce([_widened(_scaled(array, prescale)) for array in arrays], ReduceOp.SUM)
         for out, total in zip(outs, sums, strict=True):
             out[...] = _divided(total, communicator.world_size, postscale)
@@ -133,12 +133,12 @@ def _reduce(
 
 
 def _outputs(part: FusedPart) -> list[Array]:
-    """Where the result goes."""
+    """Return the arrays for the result."""
     return list(part.outs) if part.outs is not None else [np.empty(a.shape, a.dtype) for a in part.arrays]
 
 
 def _neutral(op: HorovodOp, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
-    """The arrays of a rank that has joined: zeros for sums and averages, else values that change nothing."""
+    """Return the array of a rank that has joined: zeros for sums and averages, else values that change nothing."""
     value: Any = 0
     if op is HorovodOp.PRODUCT:
         value = 1
@@ -154,14 +154,14 @@ def _neutral(op: HorovodOp, dtype: np.dtype[Any], shape: Sequence[int]) -> Array
 
 
 def _widened(array: Array) -> Array:
-    """Integers in a dtype that holds their sum."""
+    """Return integers in a dtype that holds their sum; floats stay unchanged."""
     if is_float(array.dtype):
         return array
     return array.astype(np.uint64 if array.dtype.kind == "u" else np.int64, copy=False)
 
 
 def _divided(array: Array, count: int, factor: float) -> Array:
-    """The array divided by a number of ranks and multiplied by a factor; integers are truncated once, as in Horovod."""
+    """Divide an array by a number of ranks and multiply it by a factor; truncate integers once, as in Horovod."""
     if is_float(array.dtype):
         return _scaled(array, factor / count)
     if factor != 1.0:
@@ -174,7 +174,7 @@ def _divided(array: Array, count: int, factor: float) -> Array:
 
 
 def _reducescatter(communicator: Communicator, array: Array, request: Request) -> Array:
-    """Each rank receives its rows from all others and reduces them.
+    """Receive this rank's rows from all others and reduce them.
 
     `Communicator.reduce_scatter` does the same, but requires equal shares.
     """
@@ -182,11 +182,11 @@ def _reducescatter(communicator: Communicator, array: Array, request: Request) -
     if request.op == HorovodOp.AVERAGE:
         array = _widened(array)
     array = np.ascontiguousarray(array)
-    # Equal shares, and one of the rest for each of the first ranks: as Horovod has it, and `array_split`.
+    # Equal shares, and one remaining row for each of the first ranks, as in Horovod and in `array_split`.
     rows = communicator.all_to_all(np.array_split(array, communicator.world_size))
     out = np.empty(rows[0].shape, array.dtype)
     divisor = communicator.world_size if request.op == HorovodOp.AVERAGE else 1
-    # A mean of floats is divided before it is rounded to their dtype, in which the sum may overflow.
+    # Divide a mean of floats before rounding to their dtype, in which the sum may overflow.
     before, after = (divisor, 1) if is_float(array.dtype) else (1, divisor)
     if out.size:
         wire = wire_dtype(array.dtype)
@@ -196,9 +196,9 @@ def _reducescatter(communicator: Communicator, array: Array, request: Request) -
 
 
 def _scaled(array: Array, factor: float) -> Array:
-    """The array times a factor, in its own dtype.
+    """Multiply an array by a factor, in its dtype.
 
-    As in Horovod, 16-bit floats are multiplied in float32, integers in float64 and then truncated.
+    As in Horovod, 16-bit floats are multiplied in float32; integers are multiplied in float64 and then truncated.
     """
     if factor == 1.0:
         return array

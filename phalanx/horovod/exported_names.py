@@ -1,4 +1,4 @@
-"""The names that the interfaces of all frameworks share, for them to export."""
+"""The names that the interfaces of all frameworks export."""
 
 from __future__ import annotations
 

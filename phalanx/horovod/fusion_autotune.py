@@ -1,8 +1,8 @@
 """Finds the fusion threshold and the cycle time in the first rounds of negotiation.
 
 A sample is the time of several rounds that ran operations, per MiB of their arrays. It includes the computation in
-between, because fusion decides how much of it overlaps with communication. All ranks count the same rounds and exchange
-their samples before they decide, so they change at the same round.
+between, because fusion determines how much of it overlaps with communication. All ranks count the same rounds and
+exchange their samples before they decide, so they change settings in the same round.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from phalanx.collectives.autotune.trial_search import MergeCosts, TrialSearch
 
 ROUNDS_BEFORE = 50
-"""Before the first sample: compilation, and the first trials of the collectives themselves."""
+"""Number of rounds before the first sample: compilation, and the first trials of the collectives themselves."""
 ROUNDS_IN_SAMPLE = 10
 FUSION_CHOICES = (2**20, 4 * 2**20, 16 * 2**20, 64 * 2**20, 128 * 2**20)
 CYCLE_CHOICES_S = (0.2e-3, 1e-3, 5e-3)
@@ -24,8 +24,8 @@ class FusionSettings(NamedTuple):
     """How much travels together, and how often ranks negotiate.
 
     Attributes:
-        threshold: maximum bytes of a batch of operations.
-        cycle_s: seconds between rounds.
+        threshold: Maximum number of bytes in a batch of operations.
+        cycle_s: Seconds between rounds.
     """
 
     threshold: int
@@ -39,9 +39,9 @@ class FusionAutotuner:
     """Chooses the settings by measuring rounds.
 
     Args:
-        default: the settings to start with, and to keep if none is better.
-        merge_costs: exchanges a round's costs: the maximum over the ranks of each.
-        report: called once, with the finished search.
+        default: The initial settings, kept if none is better.
+        merge_costs: Function that exchanges a round's costs and returns the maximum of each over the ranks.
+        report: Function called once, with the finished search.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class FusionAutotuner:
         self._merge_costs = merge_costs
         self._report = report
         self._clock = clock
-        self._rounds = -ROUNDS_BEFORE  # of the present sample; negative before the first
-        self._bytes = 0  # of the present sample
-        self._began = 0.0  # when the present sample began, by `clock`
+        self._rounds = -ROUNDS_BEFORE  # of the current sample; negative before the first
+        self._bytes = 0  # of the current sample
+        self._began = 0.0  # start of the current sample, by `clock`
 
     @property
     def is_finished(self) -> bool:
@@ -75,14 +75,14 @@ class FusionAutotuner:
 
     @property
     def settings(self) -> FusionSettings:
-        """What to use in the next round."""
+        """The settings for the next round."""
         return self._search.plan
 
     def record_round(self, nbytes: int) -> None:
-        """Count a round in which operations ran; all ranks call after the same rounds.
+        """Count a round in which operations ran; all ranks call this after the same rounds.
 
         Args:
-            nbytes: bytes of the operations.
+            nbytes: Number of bytes of the operations.
         """
         self._rounds += 1
         if self._rounds <= 0:
@@ -96,5 +96,5 @@ class FusionAutotuner:
         self._rounds = self._bytes = 0
         if self.is_finished:
             self._report(self._search)
-        # Not `now`: exchanging the costs, and writing the report, would count for the next sample.
+        # Not `now`: exchanging the costs and writing the report would count toward the next sample.
         self._began = self._clock()

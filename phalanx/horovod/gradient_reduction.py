@@ -1,4 +1,4 @@
-"""What the optimizers and tapes of all frameworks share: how gradients are combined across ranks."""
+"""The reduction of gradients over ranks, shared by the optimizers and tapes of all frameworks."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from phalanx.horovod.operations import Arguments, Average, check_op
 
 @dataclass(frozen=True)
 class GradientReduction:
-    """The options of a `DistributedOptimizer` or `DistributedGradientTape` that say how gradients are reduced.
+    """The options of a `DistributedOptimizer` or `DistributedGradientTape` for the reduction of gradients.
 
     Attributes:
-        compression: a compressor, see `Compression`.
-        op: the reduction.
-        gradient_predivide_factor: an average divides by this before the sum, and by the rest of the number of ranks
-            after it.
-        sparse_as_dense: whether sparse gradients travel as dense ones, instead of gathering the entries of all ranks.
-        process_set: the ranks that train together.
+        compression: A compressor, see `Compression`.
+        op: The reduction.
+        gradient_predivide_factor: Divisor of an average before the sum; the sum is divided by the number of ranks over
+            this.
+        sparse_as_dense: Whether sparse gradients travel as dense ones, instead of gathering the entries of all ranks.
+        process_set: The ranks that train together.
 
     Raises: ConfigurationError if the options contradict each other.
     """
@@ -38,11 +38,11 @@ class GradientReduction:
             raise ConfigurationError(f"gradient_predivide_factor is for op Average, not {self.op.value}.")
 
     def arguments(self, name: str | None = None, factor: float = 1.0) -> Arguments:
-        """The arguments of the allreduce of the gradients.
+        """Return the arguments for the allreduce of the gradients.
 
         Args:
-            name: name of the operation.
-            factor: multiplies the result.
+            name: Name of the operation.
+            factor: Factor that multiplies the result.
         """
         divisor = self.gradient_predivide_factor if self.op is Average else 1.0
         return Arguments(name, self.process_set, self.op, 1.0 / divisor, divisor * factor)

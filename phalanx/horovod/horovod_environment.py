@@ -1,4 +1,4 @@
-"""What Horovod's environment variables set, read once, when the job is joined."""
+"""The settings in Horovod's environment variables, read once, when the job is joined."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from phalanx.config.parsing import parse_number
 
 @dataclass(frozen=True, slots=True)
 class HorovodEnvironment:
-    """Units are in the names; `phalanx.config.environment_variables` describes each variable."""
+    """Settings with units in their names; `phalanx.config.environment_variables` describes each variable."""
 
     fusion_bytes: int = DEFAULT_FUSION_BYTES
     cycle_s: float = DEFAULT_CYCLE_MS / 1e3
@@ -31,10 +31,10 @@ class HorovodEnvironment:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> HorovodEnvironment:
-        """The values in the environment.
+        """Read the values in the environment.
 
         Args:
-            environ: values by name; the process's environment if not given.
+            environ: Values by name; the process's environment if not given.
 
         Raises: ConfigurationError naming the variable and its value.
         """

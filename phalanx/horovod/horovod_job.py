@@ -104,7 +104,7 @@ class HorovodJob:
         form_next_generation(node, self, error)
 
     def position(self) -> Position:
-        """See `Participant.position`. Members may be at different operations: all return to the first rank's commit."""
+        """See `Participant.position`. Members may be at different operations: all return to rank 0's last commit."""
         node = self.elastic
         assert node is not None
         # A process that has never been in a complete generation has the state only in the first one, where all start

@@ -1,11 +1,11 @@
-"""Numbers optimizers and layers, to name their collectives alike on all members of a process set.
+"""Numbers optimizers and layers, so that their collectives have the same names on all members of a process set.
 
-An instance is numbered when it first communicates. So an instance that only one rank creates and never uses, as a copy
-of the model for a checkpoint, does not shift the numbers of others.
+An instance gets its number when it first communicates. So an instance that only one rank creates and never uses, such
+as a copy of the model for a checkpoint, does not shift the numbers of others.
 
-In an elastic job, an instance is numbered when it is created: a process that joins later creates the same instances in
-the same order, but may not come to use all of them. In its first call of the function of `hvd.elastic.run`, it creates
-what the others created in an earlier call. So numbers assigned during one call are assigned again in the next.
+In an elastic job, an instance gets its number when it is created: a process that joins later creates the same instances
+in the same order, but may not use all of them. In its first call of the function of `hvd.elastic.run`, it creates what
+the others created in an earlier call. So numbers assigned during one call are reused in the next.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections import Counter
 from phalanx.horovod.common.process_sets import ProcessSet
 from phalanx.horovod.horovod_job import current, is_joined
 
-_given: Counter[tuple[str, int | None]] = Counter()  # how many numbers, by kind and process set
+_given: Counter[tuple[str, int | None]] = Counter()  # numbers assigned so far, by kind and process set
 _early: list[weakref.ref[InstanceNumber]] = []
-"""Instances created before the job was joined, when it was not known whether it is elastic."""
+"""Instances created before joining the job, when it was unknown whether the job is elastic."""
 
 
 class InstanceNumber:
@@ -29,14 +29,14 @@ class InstanceNumber:
         self._process_set = process_set
         self._value: int | None = None
         if not is_joined():
-            # Weakly: in a job of fixed size this list is never read.
+            # A weak reference: in a job of fixed size, this list is never read.
             _early.append(weakref.ref(self))
         elif current().elastic is not None:
             int(self)
 
     @property
     def name(self) -> str:
-        """Name of the instance, by its kind and number."""
+        """Name of the instance: its kind and number."""
         return f"{self._kind}.{int(self)}"
 
     def __int__(self) -> int:
@@ -48,9 +48,9 @@ class InstanceNumber:
 
 
 def mark() -> dict[tuple[str, int | None], int]:
-    """The present counts, for `return_to`."""
+    """Return the current counts, for `return_to`."""
     if current().elastic is not None:
-        # In the order of their creation, as those that are created from now on.
+        # In the order of creation, like later instances.
         for number in [number for reference in _early if (number := reference()) is not None]:
             int(number)
     _early.clear()
@@ -58,6 +58,6 @@ def mark() -> dict[tuple[str, int | None], int]:
 
 
 def return_to(marked: dict[tuple[str, int | None], int]) -> None:
-    """Assign the numbers again that have been assigned since `mark`."""
+    """Restore the counts of `mark`, to reuse the numbers assigned since."""
     _given.clear()
     _given.update(marked)

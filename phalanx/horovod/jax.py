@@ -37,7 +37,7 @@ def _to_array(tensor: Any) -> Array:
 
 
 def _from_array(array: Array) -> Any:
-    tensor = jnp.array(array)  # a copy: JAX must own what it computes with
+    tensor = jnp.array(array)  # a copy: JAX must own its inputs
     check_integers_preserved(array, tensor.dtype.name)
     return tensor
 
@@ -67,10 +67,10 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     """Send a tree of arrays (parameters, the state of an optimizer) from one rank to all; they travel together.
 
     Args:
-        params: the tree, of the same structure on all ranks. Leaves that are no arrays become arrays. Keys of
+        params: The tree, with the same structure on all ranks. Leaves that are not arrays become arrays. Keys of
             `jax.random.key` stay keys.
-        root_rank: rank in the job whose tree is sent.
-        process_set: the ranks that take part.
+        root_rank: Rank in the job whose tree is sent.
+        process_set: The ranks that take part.
 
     Returns: the tree of `root_rank`.
     """
@@ -95,7 +95,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 class _Transformation(NamedTuple):
-    """What Optax calls a `GradientTransformationExtraArgs`: two functions."""
+    """The two functions of an Optax `GradientTransformationExtraArgs`."""
 
     init: Callable[..., Any]
     update: Callable[..., Any]
@@ -109,17 +109,17 @@ def DistributedOptimizer(
     process_set: ProcessSet = global_process_set,
     name: str | None = None,
 ) -> Any:
-    """An Optax optimizer whose `update` first reduces the gradients over the ranks, all of them together.
+    """Return an Optax optimizer whose `update` first reduces the gradients over the ranks, all of them together.
 
-    Call `update` outside of `jax.jit`; what it does with the reduced gradients is compiled.
+    Call `update` outside of `jax.jit`; its computation on the reduced gradients is compiled.
 
     Args:
-        optimizer: an `optax.GradientTransformation`.
-        compression: a compressor, see `Compression`.
-        op: the reduction.
-        gradient_predivide_factor: see `GradientReduction`.
-        process_set: the ranks that train together.
-        name: name of the collective; needed if several threads update at the same time.
+        optimizer: An `optax.GradientTransformation`.
+        compression: A compressor, see `Compression`.
+        op: The reduction.
+        gradient_predivide_factor: See `GradientReduction`.
+        process_set: The ranks that train together.
+        name: Name of the collective; needed if several threads update at the same time.
 
     Raises: ConfigurationError if options contradict each other; from `update`, UnsupportedError inside `jax.jit`.
     """
@@ -130,18 +130,18 @@ def DistributedOptimizer(
         leaves, structure = jax.tree.flatten(updates)
         return apply(jax.tree.unflatten(structure, reduce_gradients(leaves, reduction, name)), state, params, **extra)
 
-    # Of Optax's own class, so that `optax.chain` and similar functions accept it.
+    # Of Optax's class, so that `optax.chain` and similar functions accept it.
     kind = type(optimizer) if hasattr(optimizer, "_fields") else _Transformation
     return kind(optimizer.init, update)
 
 
 def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, name: str | None = None) -> list[Any]:
-    """Gradients reduced over the ranks, all of them together; None stays None.
+    """Reduce gradients over the ranks, all of them together; None stays None.
 
     Args:
-        gradients: arrays.
-        reduction: how they are reduced.
-        name: name of the collective.
+        gradients: Arrays.
+        reduction: The reduction of the gradients.
+        name: Name of the collective.
     """
 
     def reduce(present: list[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Values of functions that JAX compiles, which cannot wait for other processes."""
+"""Detects values in functions that JAX compiles, which cannot wait for other processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phalanx.errors import UnsupportedError
 
 
 def is_tracer(value: Any) -> bool:
-    """Whether a value belongs to a function that JAX compiles or transforms."""
+    """Return whether a value belongs to a function that JAX compiles or transforms."""
     import jax
 
     return isinstance(value, jax.core.Tracer)

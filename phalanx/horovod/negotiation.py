@@ -1,11 +1,11 @@
-"""Decides which of the operations that ranks have requested can begin. All pure.
+"""Decides which requested operations can start. Pure functions.
 
-Ranks request operations by name, in different orders. An operation begins when every rank has requested it. So in each
+Ranks request operations by name, in different orders. An operation starts when every rank has requested it. So in each
 round, the ranks exchange what they wait for. Since that would cost more than a small operation, all ranks cache the
-requests that were agreed on under the same number (`RequestCache`), and a repeated request costs one bit. Only in
-rounds in which some rank has something new do all ranks send their requests in full (`RankRequests`).
+agreed requests under the same number (`RequestCache`), and a repeated request costs one bit. Ranks send their requests
+in full (`RankRequests`) only in rounds in which some rank has something new.
 
-There is no coordinator: every rank draws the same conclusions from the same requests, in the same order (`decide`,
+There is no coordinator: every rank derives the same decisions from the same requests, in the same order (`decide`,
 `fuse`).
 
 Source: the controller and response cache of Horovod, in which rank 0 decides.
@@ -23,14 +23,14 @@ from phalanx.horovod.operation_request import HorovodOp, OperationKind, Request,
 
 
 class RankRequests(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank waits for.
+    """The operations that one rank waits for.
 
     Attributes:
-        waits_for: requests, or the numbers of cached ones.
-        joined: whether the rank has run out of data.
-        overdue: names of operations for which it has waited too long, and the seconds. They are sent to all ranks so
-            that all end in the same round: a rank that looked at its own clock could end earlier, and the others would
-            only see a lost peer.
+        waits_for: Requests, or the numbers of cached ones.
+        joined: Whether the rank has run out of data.
+        overdue: Names of operations for which it has waited too long, and the seconds. All ranks receive them, so that
+            all end in the same round: a rank that used only its own clock could end earlier, and the others would only
+            see a lost peer.
     """
 
     waits_for: list[Request | int]
@@ -40,28 +40,28 @@ class RankRequests(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class NegotiationResult:
-    """An operation that all ranks have requested: it begins or, with an `error`, fails."""
+    """An operation that all ranks have requested: it starts or, with an `error`, fails."""
 
     request: Request
     error: str = ""
 
 
 class RequestCache:
-    """Requests that were agreed on, under numbers that are the same on all ranks.
+    """Agreed requests, under numbers that are equal on all ranks.
 
     All ranks add the same requests in the same order, so all evict the same ones, least recently used first.
 
     Args:
-        capacity: maximum number of requests; 0 for no cache.
+        capacity: Maximum number of requests; 0 for no cache.
     """
 
     def __init__(self, capacity: int):
         self.capacity = capacity
         self._numbers: OrderedDict[str, int] = OrderedDict()  # by name, least recently used first
-        self._requests: list[Request] = []  # by number; a number that is evicted goes to the next request
+        self._requests: list[Request] = []  # by number; the next request takes over an evicted number
 
     def number_of(self, request: Request) -> int | None:
-        """The number of a request; None if it is not cached, or differs from the cached one of its name."""
+        """Return the number of a request; None if it is not cached, or differs from the cached one with its name."""
         number = self._numbers.get(request.name)
         if number is None:
             return None
@@ -84,29 +84,29 @@ class RequestCache:
                 _, number = self._numbers.popitem(last=False)
             self._numbers[request.name] = number
         self._numbers.move_to_end(request.name)
-        # Also where the name is known: its request may have another shape now.
+        # Even if the name is known: its request may now have another shape.
         self._requests[number] = request
 
     def resolve(self, requests: RankRequests) -> list[Request]:
-        """The requests of a rank, cached ones included."""
+        """Return the requests of a rank, including cached ones."""
         return [self[item] if isinstance(item, int) else item for item in requests.waits_for]
 
 
 def decide(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> list[NegotiationResult]:
-    """The operations that every rank has requested, in an order that is the same on all ranks.
+    """Return the operations that every rank has requested, in the same order on all ranks.
 
     Args:
-        waits_for: the requests of each rank.
-        joined: ranks that have run out of data; the others do not wait for them.
+        waits_for: The requests of each rank.
+        joined: Ranks that have run out of data; the others do not wait for them.
     """
-    # Insertion order: what rank 0 waits for, in its order, then what only later ranks do. The same on all ranks.
+    # Insertion order: the requests of rank 0, in its order, then those only of later ranks. Equal on all ranks.
     by_name: dict[str, list[tuple[int, Request]]] = {}
     for rank, requests in enumerate(waits_for):
         for request in requests:
             by_name.setdefault(request.name, []).append((rank, request))
     results = []
     for name, requests_of in by_name.items():
-        # A union: another thread of a rank that has joined may request, too.
+        # A union: another thread of a rank that has joined may also request.
         if len({rank for rank, _ in requests_of}.union(joined)) == len(waits_for):
             request = requests_of[0][1]
             results.append(NegotiationResult(request, difference(name, requests_of) or refusal_reason(request, joined)))
@@ -114,7 +114,7 @@ def decide(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> l
 
 
 def refusal_reason(request: Request, joined: Collection[int]) -> str:
-    """Why an operation cannot run without the ranks that have joined; empty if it can."""
+    """Return why an operation cannot run without the ranks that have joined; empty if it can."""
     if not joined or request.kind == OperationKind.BARRIER:
         return ""
     if request.kind == OperationKind.ALLREDUCE and request.op != HorovodOp.ADASUM:
@@ -127,7 +127,7 @@ def refusal_reason(request: Request, joined: Collection[int]) -> str:
 
 
 def absent_ranks(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> dict[str, list[int]]:
-    """For each operation that only some ranks have requested, the ranks that have not."""
+    """Return, for each operation that only some ranks have requested, the ranks that have not."""
     names = dict.fromkeys(request.name for requests in waits_for for request in requests)
     asked = [{request.name for request in requests} for requests in waits_for]
     ranks = {name: [rank for rank, own in enumerate(asked) if name not in own and rank not in joined] for name in names}
@@ -135,9 +135,9 @@ def absent_ranks(waits_for: Sequence[Sequence[Request]], joined: Collection[int]
 
 
 def fuse(requests: Sequence[Request], threshold: int) -> list[list[Request]]:
-    """Requests in batches that each travel together.
+    """Divide requests into batches that each travel together.
 
-    Neighbors that are treated alike share a batch of up to `threshold` bytes; a larger request has a batch of its own.
+    Compatible neighbors share a batch of up to `threshold` bytes; a larger request has a separate batch.
     """
     batches: list[list[Request]] = []
     room, treatment = 0, None
@@ -152,7 +152,7 @@ def fuse(requests: Sequence[Request], threshold: int) -> list[list[Request]]:
 
 
 def _treatment(request: Request) -> tuple[object, ...] | None:
-    """Equal for requests that may share a batch; None for those that may not."""
+    """Return a key that is equal for requests that may share a batch; None for a request that may not."""
     if request.kind == OperationKind.ALLREDUCE:
         return request.kind, request.op, request.prescale, request.postscale
     if request.kind == OperationKind.BROADCAST:

@@ -1,4 +1,4 @@
-"""The rounds in which ranks find out which operations can begin. `negotiation` decides, this exchanges."""
+"""The rounds in which ranks agree on the operations that can start. `negotiation` decides, this module exchanges."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _log = logging.getLogger(__name__)
 
 _NOTHING_NEW = 0
 _FIRST_REQUEST = 1
-"""A round's bits: the first says that this rank has nothing new, the others which cached requests it waits for."""
+"""Positions of a round's bits: the first is set if this rank has nothing new, the others for the cached requests that
+it waits for."""
 _NAMES_IN_MESSAGES = 5
 
 
@@ -41,8 +42,8 @@ class RoundResult(NamedTuple):
     """The result of a round.
 
     Attributes:
-        operations: what can begin or has failed, in an order that is the same on all ranks.
-        last_joined: once all ranks have joined, the one that was last.
+        operations: Operations that can start or have failed, in the same order on all ranks.
+        last_joined: After all ranks have joined, the last rank that did.
     """
 
     operations: Sequence[NegotiationResult]
@@ -53,13 +54,13 @@ class Negotiator:
     """One rank's part in the rounds. Not thread-safe: only the thread that drives the controller uses it.
 
     Args:
-        communicator: of the ranks.
-        environment: the capacity of the cache, and when to warn.
-        timeout_s: seconds after which an operation that other ranks do not request ends the job.
-        names: of the ranks, for messages.
+        communicator: The communicator of the ranks.
+        environment: Horovod's variables: the capacity of the cache, and when to warn.
+        timeout_s: Seconds after which an operation that other ranks do not request ends the job.
+        names: Names of the ranks for messages.
 
     Attributes:
-        stalls: knows which operations have stalled.
+        stalls: Detector of stalled operations.
     """
 
     def __init__(
@@ -68,21 +69,21 @@ class Negotiator:
         self._communicator = communicator
         self.stalls = StallInspector(environment.stall_s, timeout_s, names)
         self._cache = RequestCache(environment.cache_capacity)
-        # A byte for each bit, 0 or 1, whose minimum over the ranks is their `and`. Equally long on all ranks: where the
-        # capacity differs, the first round is a mismatch.
+        # One byte per bit, 0 or 1, whose minimum over the ranks is their `and`. The length is equal on all ranks: if
+        # the capacity differs, the first round is a mismatch.
         self._bits = np.zeros(_FIRST_REQUEST + environment.cache_capacity, np.uint8)
         self._merged = np.empty_like(self._bits)
-        self._joined: list[int] = []  # in the order in which they joined
-        self._waiting: Mapping[str, OperationHandle] = {}  # of the present round, for messages
+        self._joined: list[int] = []  # in the order of joining
+        self._waiting: Mapping[str, OperationHandle] = {}  # of the current round, for messages
         stalls = communicator.runner.stalls
         stalls.stall_s, stalls.on_stall = environment.stall_s, lambda call, ranks: self._warn_of_absent(ranks)
 
     def negotiate(self, waiting: Mapping[str, OperationHandle], *, joins: bool) -> RoundResult:
-        """Take part in one round; returns when all ranks have.
+        """Take part in one round; return when all ranks have.
 
         Args:
-            waiting: the operations that this rank waits for, by name.
-            joins: whether this rank has run out of data.
+            waiting: The operations that this rank waits for, by name.
+            joins: Whether this rank has run out of data.
 
         Raises: CollectiveTimeoutError if a rank does not take part, or an operation is overdue.
         """
@@ -94,7 +95,7 @@ class Negotiator:
             self._communicator.all_reduce([self._bits], ReduceOp.MIN, out=[self._merged])
         except CollectiveTimeoutError as error:
             raise CollectiveTimeoutError(f"{self._awaited()} did not begin: {error}") from error
-        # The merged bits are the same on all ranks, and so is the way that each takes from here.
+        # The merged bits are equal on all ranks, so all take the same branch.
         if not self._merged[_NOTHING_NEW]:
             return self._exchange_requests(
                 waiting, RankRequests(requests, joins, self.stalls.overdue(waiting.values()))
@@ -105,8 +106,8 @@ class Negotiator:
         )
 
     def _write_bits(self, waiting: Mapping[str, OperationHandle], *, joins: bool) -> list[Request | int]:
-        """Set this rank's bits. A rank that has joined sets all of them. Returns the requests, by number if cached."""
-        # `_joined` is what all ranks know; that this rank joins is news until it is there.
+        """Set this rank's bits (all if it has joined), and return its requests, by number if cached."""
+        # `_joined` holds what all ranks know; until it contains this rank, its join is new.
         has_joined = self._communicator.rank in self._joined
         self._bits[:] = has_joined
         self._bits[_NOTHING_NEW] = joins == has_joined and not self.stalls.is_due(waiting.values())
@@ -124,13 +125,13 @@ class Negotiator:
     def _exchange_requests(self, waiting: Mapping[str, OperationHandle], own: RankRequests) -> RoundResult:
         encoded = self._communicator.all_gather_bytes(_encode(own))
         ranks = [_DECODER.decode(item) for item in encoded]
-        # Those of one round in rank order, so that the last one is the same on all ranks.
+        # Ranks of one round are in rank order, so that the last one is the same on all ranks.
         self._joined += [rank for rank, each in enumerate(ranks) if each.joined and rank not in self._joined]
-        # Also those of this round, if all have joined: what a rank requested before it joined waits for no other rank.
+        # Includes the ranks of this round, even if all have joined: requests made before joining wait for no rank.
         joined, last = self._joined, None
         if len(joined) == self._communicator.world_size:
             last, self._joined = joined[-1], []
-        # Before anything of this round is cached: the numbers are those of when they were sent.
+        # Before this round caches anything: the numbers refer to the cache at the time they were sent.
         requested = [self._cache.resolve(each) for each in ranks]
         missing = absent_ranks(requested, joined)
         for stall in self.stalls.inspect(waiting, missing):
@@ -139,23 +140,23 @@ class Negotiator:
         return RoundResult(self._note(decide(requested, joined)), last)
 
     def _note(self, results: list[NegotiationResult]) -> list[NegotiationResult]:
-        """The results; what can begin is cached on all ranks."""
+        """Cache the requests that can start, on all ranks, and return the results."""
         for result in results:
             if not result.error:
                 self._cache.note(result.request)
         return results
 
     def _warn_of_absent(self, ranks: Sequence[int]) -> None:
-        """A round has waited too long for ranks that request nothing."""
+        """Warn that a round has waited too long for ranks that request nothing."""
         self._warn(self._awaited(), set(ranks), ranks, "which have not requested it")
 
     def _awaited(self) -> str:
-        """The requests for which this rank waits."""
+        """Return the names of the requests that this rank waits for."""
         names = list(self._waiting) or ["join"]
         return ", ".join(names[:_NAMES_IN_MESSAGES]) + (", ..." if len(names) > _NAMES_IN_MESSAGES else "")
 
     def _warn(self, names: str, silent: Set[int], ranks: Sequence[int], what: str) -> None:
-        """Warn of absent `ranks`, on the first rank that waits itself: not on `silent` ones, which do not."""
+        """Warn about absent `ranks`, on the first rank that waits: not on `silent` ranks, which do not wait."""
         if self._communicator.rank != min(set(range(self._communicator.world_size)) - silent, default=0):
             return  # one rank is enough
         _log.warning(

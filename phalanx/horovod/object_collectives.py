@@ -1,7 +1,7 @@
-"""Python objects between the ranks of a job.
+"""Collectives for Python objects.
 
-They travel as pickles, and unpickling runs code that the sender chose. So this works only if all ranks have proved that
-they know the job's secret (`phalanx run` creates one for each job), over connections on which no one can change them.
+Objects travel as pickles, and unpickling runs code chosen by the sender. So these functions work only if all ranks have
+proved that they have the job's secret (`phalanx run` creates one per job), and over connections that prevent tampering.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 
 def broadcast_bytes(payload: bytes, root_rank: int, name: str | None, process_set: ProcessSet) -> bytes:
-    """The payload of rank `root_rank`, on every rank."""
+    """Return the payload of rank `root_rank`, on every rank."""
     kind = OperationKind.BROADCAST
     root: dict[str, Any] = {"root_rank": root_rank, "process_set": process_set}
     name = check_name("broadcast_object", name) or "broadcast_object"
@@ -73,7 +73,7 @@ def broadcast_bytes(payload: bytes, root_rank: int, name: str | None, process_se
 
 
 def check_trust(function: str) -> None:
-    """Raise ConfigurationError in a job in which others than its members could choose what is unpickled."""
+    """Raise ConfigurationError if processes outside the job could choose what is unpickled."""
     job, why = current(), f"{function} unpickles what other processes send, which lets them run code here."
     if not job.has_secret:
         raise ConfigurationError(

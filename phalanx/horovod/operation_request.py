@@ -1,4 +1,4 @@
-"""What a rank requests under a name, and messages about ranks that differ. All pure."""
+"""Requests by name, and messages about ranks whose requests differ. Pure functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OperationKind(enum.StrEnum):
 
 
 class HorovodOp(enum.StrEnum):
-    """How the values of several ranks are reduced to one."""
+    """The reductions of the values of several ranks to one."""
 
     AVERAGE = "Average"
     SUM = "Sum"
@@ -42,15 +42,15 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
     """The properties of a request that must be equal on all ranks.
 
     Attributes:
-        name: identifies the operation among those in progress.
-        kind: an `OperationKind`.
-        dtypes: names of the dtypes of the arrays, which travel together.
-        shapes: shapes of the arrays; `VARYING` for a first dimension that may differ.
-        op: a `HorovodOp`, for reductions.
-        root: source of a broadcast, by its position in the process set.
-        prescale: factor before a reduction.
-        postscale: factor after a reduction.
-        detail: anything else that must be equal, as text.
+        name: Identifier among the operations in progress.
+        kind: An `OperationKind`.
+        dtypes: Names of the dtypes of the arrays, which travel together.
+        shapes: Shapes of the arrays; `VARYING` for a first dimension that may differ.
+        op: A `HorovodOp`, for reductions.
+        root: Source of a broadcast, by its position in the process set.
+        prescale: Factor before a reduction.
+        postscale: Factor after a reduction.
+        detail: Anything else that must be equal, as text.
     """
 
     name: str
@@ -89,11 +89,11 @@ _ON_GRADIENTS = (
 
 
 def difference(name: str, requests: Sequence[tuple[int, Request]]) -> str:
-    """How the ranks' requests of one name differ; empty if they do not.
+    """Describe how the ranks' requests with one name differ; empty if they do not.
 
     Args:
-        name: of the operation.
-        requests: rank and request, in rank order.
+        name: Name of the operation.
+        requests: Pairs of a rank and its request, in rank order.
     """
     (first_rank, first), *others = requests
     for rank, other in others:
@@ -126,7 +126,7 @@ def _what_differs(name: str, first_rank: int, first: Request, rank: int, other: 
 
 @functools.cache
 def dtype_of(name: str) -> np.dtype[Any]:
-    """The dtype of this name, those of ml_dtypes (bfloat16) included."""
+    """Return the dtype with this name, including those of ml_dtypes (bfloat16)."""
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, name, name))
@@ -134,7 +134,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 @functools.cache
 def name_of(dtype: np.dtype[Any]) -> str:
-    """`dtype.name`, cached because NumPy computes it at every access."""
+    """Return `dtype.name`, cached because NumPy computes it at every access."""
     return dtype.name
 
 

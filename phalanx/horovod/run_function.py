@@ -46,27 +46,27 @@ def run(
 ) -> list[Any]:
     """Call `func(*args, **kwargs)` in each of `num_proc` new processes on this host.
 
-    In the function, `hvd.init()` joins the job. Errors are those of `phalanx.launch`, which does the work.
+    In the function, `hvd.init()` joins the job. `phalanx.launch` does the work; see there for errors.
 
     Args:
-        func: the function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        num_proc: number of processes; `np` is its older name.
-        hosts: only this host, with at least as many slots as processes: `localhost:2`. `hostfile` has the same content.
-        start_timeout: seconds that the processes wait for each other.
-        output_filename: folder for the output, one file for each process.
-        network_interface: must exist; processes on one host do not need it.
-        network_interfaces: the newer name of `network_interface`.
-        host_discovery_script: for elastic jobs on other hosts, which need a script.
-        verbose: ignored, as `slots`, `reset_limit`, `cooldown_range`, `disable_cache`, `use_gloo`, and `ssh_port` and
-            `ssh_identity_file`, which are for other hosts.
+        func: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        num_proc: Number of processes; `np` is its older name.
+        hosts: Only this host, with at least as many slots as processes: `localhost:2`. `hostfile` has the same content.
+        start_timeout: Seconds that the processes wait for each other.
+        output_filename: Folder for the output, one file per process.
+        network_interface: Must exist; processes on one host do not need it.
+        network_interfaces: The newer name of `network_interface`.
+        host_discovery_script: Not supported: elastic jobs on other hosts need a script instead of a function.
+        verbose: Ignored, as are `slots`, `reset_limit`, `cooldown_range`, `disable_cache`, `use_gloo`, and `ssh_port`
+            and `ssh_identity_file`, which are for other hosts.
 
     Returns: the results in rank order.
 
     Raises:
         ConfigurationError: the hosts have fewer slots than there are processes.
-        UnsupportedError: other hosts, another Python, MPI, or a range of processes (`min_num_proc`).
+        UnsupportedError: other hosts, another Python, MPI, or a range of processes (`min_num_proc`) is requested.
     """
     number = num_proc if np is None or num_proc != 1 else np
     _check_fixed(number, min_num_proc or min_np, max_num_proc or max_np)

@@ -1,7 +1,7 @@
 """Finds operations that some ranks wait for and others have not requested, to warn or to end the job. No I/O.
 
-Ranks that request other operations keep taking part in rounds, so no collective waits; the operations do. (If a rank
-takes part in no round at all, the round's collective notices.)
+Ranks that request other operations still take part in rounds, so the operations wait, but no collective does. (If a
+rank does not take part in a round, the round's collective detects it.)
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Stall(NamedTuple):
 
 
 class StallInspector:
-    """Watches what one rank waits for.
+    """Watches the operations that one rank waits for.
 
     Args:
-        warn_s: seconds after which the absent ranks are named, once for each request of an operation.
-        end_s: seconds after which the job ends.
-        names: names of the ranks, for messages.
-        clock: returns seconds; replaced by tests.
+        warn_s: Seconds after which the absent ranks are named, once for each request of an operation.
+        end_s: Seconds after which the job ends.
+        names: Names of the ranks, for messages.
+        clock: Function that returns the time in seconds; replaced by tests.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class StallInspector:
         self.end_s = end_s
         self._names = names
         self._clock = clock
-        # Names whose absent ranks have been found, until they are done. Without it, `is_due` would hold in every round
-        # from `warn_s` on, and each would be an exchange of all requests.
+        # Unfinished operations whose absent ranks have been found. Without it, `is_due` would be true in every round
+        # after `warn_s`, and each would exchange all requests.
         self._warned: set[str] = set()
 
     def is_due(self, waiting: Iterable[OperationHandle]) -> bool:
-        """Whether an operation has waited so long that all ranks should send their requests in full."""
+        """Return whether an operation has waited so long that all ranks should send their requests in full."""
         now = self._clock()
         warn, end = now - self.warn_s, now - self.end_s
         return any(
@@ -54,11 +54,11 @@ class StallInspector:
         )
 
     def inspect(self, waiting: Mapping[str, OperationHandle], absent: Mapping[str, Sequence[int]]) -> list[Stall]:
-        """The operations to warn of now.
+        """Return the operations to warn about now.
 
         Args:
-            waiting: operations that this rank waits for, by name.
-            absent: for each operation that only some ranks have requested, the ranks that have not.
+            waiting: Operations that this rank waits for, by name.
+            absent: The ranks that have not requested an operation, for each operation that only some have requested.
         """
         now = self._clock()
         stalls = []
@@ -71,7 +71,7 @@ class StallInspector:
         return stalls
 
     def overdue(self, waiting: Iterable[OperationHandle]) -> dict[str, float]:
-        """Names of operations that have waited for longer than `end_s`, and for how many seconds; sent to all ranks."""
+        """Return the names of operations that have waited longer than `end_s`, with the seconds; sent to all ranks."""
         now = self._clock()
         waited = {pending.request.name: now - pending.requested_at for pending in waiting}
         return {name: seconds for name, seconds in waited.items() if seconds > self.end_s}
@@ -80,14 +80,14 @@ class StallInspector:
         """End the job, on all ranks in the same round, if an operation has waited too long on any of them.
 
         Args:
-            overdue: what `overdue` returned on each rank.
-            absent: see `inspect`.
+            overdue: The result of `overdue` on each rank.
+            absent: See `inspect`.
 
         Raises: CollectiveTimeoutError with the waiting and the absent ranks; the same on all ranks.
         """
         for rank, waited in enumerate(overdue):
             for name, waited_s in waited.items():
-                if name in absent:  # else the last rank has come in this very round
+                if name in absent:  # otherwise the last rank arrived in this very round
                     raise CollectiveTimeoutError(
                         f"{name!r} has waited {waited_s:.0f} s on {self.describe_ranks([rank])} for "
                         f"{self.describe_ranks(absent[name])}, which took part in other operations meanwhile. Do all "
@@ -95,9 +95,9 @@ class StallInspector:
                     )
 
     def forget(self, name: str) -> None:
-        """An operation of this name has ended: warn again if the next one stalls."""
+        """Forget an operation that has ended, to warn again if the next one with this name stalls."""
         self._warned.discard(name)
 
     def describe_ranks(self, ranks: Sequence[int]) -> str:
-        """Names of ranks, for messages."""
+        """Return the names of ranks, for messages."""
         return " and ".join(f"rank {rank} ({self._names[rank]})" for rank in ranks)

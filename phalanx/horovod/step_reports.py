@@ -1,8 +1,8 @@
-"""Reports the progress of training, at each reduction of an optimizer's gradients.
+"""Reports the progress of training at each reduction of an optimizer's gradients.
 
 The reports go to the launcher (`phalanx status`, the failure report) and to the timeline. A step is one update, counted
-from 0 in each process. The end of a step is known in Keras's `fit` and in an optimizer's `step`; elsewhere the timeline
-shows its reduction only.
+from 0 in each process. The end of a step is known in Keras's `fit` and in an optimizer's `step`; elsewhere, the
+timeline shows only its reduction.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from phalanx.runtime import progress
 T = TypeVar("T")
 _numbers = itertools.count()
 _waited_s = 0.0
-_in_function = False  # for all threads: TensorFlow calls the host in one of its own
+_in_function = False  # for all threads: TensorFlow calls the host in a separate one
 
 
 def waited_s() -> float:
-    """Seconds that this process has spent in the reductions of its updates."""
+    """Return the seconds that this process has spent in the reductions of its updates."""
     return _waited_s
 
 
@@ -30,8 +30,8 @@ def report_reduction(merge: Callable[[], T], *, applied: bool = False) -> T:
     """Call a function that reduces the gradients of one update, and return its result.
 
     Args:
-        merge: the function.
-        applied: whether the caller applies the gradients next, and ends the step in the timeline.
+        merge: The function.
+        applied: Whether the caller applies the gradients next, and ends the step in the timeline.
     """
     global _waited_s
     progress.report("all_reduce", step=next(_numbers))
@@ -48,7 +48,7 @@ def report_reduction(merge: Callable[[], T], *, applied: bool = False) -> T:
 
 
 def record_train_function(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Keras's train function of one or several steps, whose parts are recorded in the timeline."""
+    """Wrap Keras's train function of one or several steps, to record its parts in the timeline."""
 
     def train_function(iterator: Any) -> Any:
         global _in_function

@@ -1,9 +1,9 @@
-"""Gives each rank the GPU of its local rank, as programs for Horovod expect.
+"""Selects the GPU of the local rank for each rank, as Horovod programs expect.
 
-The launcher makes only one GPU visible to a worker, as number 0. But every program for Horovod contains the line
+The launcher makes only one GPU visible to a worker, as number 0. But every Horovod program contains the line
 `torch.cuda.set_device(hvd.local_rank())`, or `tf.config.set_visible_devices` with that index, which counts all GPUs of
-the host. So for frameworks with such a line, all GPUs are made visible again, and the one that it would select is
-selected for programs without it.
+the host. So for frameworks with such a line, this module makes all GPUs visible again, and selects the GPU that the
+line would select, for programs without it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phalanx.horovod import basics
 
 
 def init_for(framework: str) -> Callable[..., None]:
-    """`hvd.init` for programs of a framework; call this before the framework looks for GPUs.
+    """Return `hvd.init` for programs of a framework; call this before the framework looks for GPUs.
 
     Args:
         framework: "jax", "tensorflow" or "torch".
@@ -43,7 +43,7 @@ def _choose_for_torch(number: int) -> None:
     import torch
 
     if count := torch.cuda.device_count():
-        torch.cuda.set_device(number % count)  # ranks share GPUs in turn where there are fewer
+        torch.cuda.set_device(number % count)  # if there are fewer GPUs, ranks share them round-robin
 
 
 def _choose_for_tensorflow(number: int) -> None:

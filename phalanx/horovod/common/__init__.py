@@ -1,1 +1,1 @@
-"""Where Horovod keeps what all frameworks share, for programs that import it from there."""
+"""Import path of the modules that Horovod shares among frameworks, for programs that import them from there."""

@@ -1,4 +1,4 @@
-"""`from phalanx.horovod.common.elastic import ObjectState`, as programs for Horovod write it."""
+"""An alias of `phalanx.horovod.elastic`: `from phalanx.horovod.common.elastic import ObjectState`, as in Horovod."""
 
 from __future__ import annotations
 

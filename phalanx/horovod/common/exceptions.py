@@ -8,8 +8,8 @@ from phalanx.errors import MembershipChangedError, PhalanxError
 class HorovodInternalError(PhalanxError, RuntimeError):
     """A collective failed: the ranks' arguments differ, a rank is lost, or the job is shut down.
 
-    `__cause__` is one of Phalanx's errors, whose exit code the process gets. After differing arguments
-    (`CollectiveMismatchError`) more collectives are possible; after any other cause they are not.
+    `__cause__` is one of Phalanx's errors, which determines the exit code of the process. After differing arguments
+    (`CollectiveMismatchError`), more collectives are possible; after any other cause, they are not.
     """
 
     def __init__(self, message: str, *, exit_code: int | None = None):
@@ -19,21 +19,21 @@ class HorovodInternalError(PhalanxError, RuntimeError):
 
     @classmethod
     def of(cls, cause: BaseException) -> HorovodInternalError:
-        """An error with the message and the exit code of another one, which is its cause."""
+        """Return an error with the message and exit code of another one, which is its cause."""
         error = cls(str(cause) or type(cause).__name__, exit_code=getattr(cause, "exit_code", None))
         error.__cause__ = cause
         return error
 
 
 class DuplicateNameError(HorovodInternalError, ValueError):
-    """Two operations of one name run at the same time. Horovod's callers expect a ValueError from some bindings."""
+    """Two operations with the same name run concurrently. Horovod's callers expect a ValueError from some bindings."""
 
 
 class HostsUpdatedInterrupt(PhalanxError, RuntimeError):
     """Members join or leave an elastic job: `hvd.elastic.run` catches this and calls its function again.
 
     Attributes:
-        skip_sync: whether the state need not be synchronized. Always False here: it always is.
+        skip_sync: Whether to skip the synchronization of the state. Always False here.
     """
 
     exit_code = MembershipChangedError.exit_code

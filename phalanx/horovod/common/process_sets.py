@@ -1,4 +1,4 @@
-"""Process sets: subsets of the job's ranks that have separate collectives. Names and meaning are Horovod's."""
+"""Process sets: subsets of the job's ranks with separate collectives. Names and semantics are Horovod's."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class ProcessSet:
     """A subset of the job's ranks. Register it with `hvd.init(process_sets=...)` or `add_process_set` before use.
 
     Args:
-        ranks: at least one rank, each of them once.
+        ranks: One or more distinct ranks.
 
     Attributes:
-        process_set_id: number of the process set; None if it is not registered.
-        ranks: the members' ranks in the job, in ascending order.
+        process_set_id: Number of the process set; None if it is not registered.
+        ranks: The members' ranks in the job, in ascending order.
     """
 
     def __init__(self, ranks: Iterable[int]):
@@ -32,12 +32,12 @@ class ProcessSet:
             raise ConfigurationError(f"a process set has each rank once; it got {self.ranks}.")
 
     def size(self) -> int:
-        """The number of members. Raises ValueError if it is not registered, as do the methods below."""
+        """Return the number of members. Raises ValueError if not registered, as do the methods below."""
         self.check_registered()
         return len(self.ranks)
 
     def rank(self) -> int:
-        """This process's number among the members. Raises ValueError if it is no member."""
+        """Return this process's number among the members. Raises ValueError if it is not a member."""
         self.check_registered()
         own = current().membership.rank
         if own not in self.ranks:
@@ -45,18 +45,18 @@ class ProcessSet:
         return self.ranks.index(own)
 
     def included(self) -> bool:
-        """Whether this process is a member."""
+        """Return whether this process is a member."""
         self.check_registered()
         return current().membership.rank in self.ranks
 
     def position(self, rank: int, what: str) -> int:
-        """The number of a rank of the job among the members.
+        """Return the number of a rank of the job among the members.
 
         Args:
-            rank: rank in the job.
-            what: name of the argument that holds it, for the error.
+            rank: Rank in the job.
+            what: Name of the argument that holds it, for the error.
 
-        Raises: ConfigurationError if it is no member.
+        Raises: ConfigurationError if it is not a member.
         """
         if rank not in self.ranks:
             raise ConfigurationError(f"{what} is {rank}, which is no rank of {self}.")
@@ -64,7 +64,7 @@ class ProcessSet:
 
     @property
     def controller(self) -> Controller:
-        """What runs the collectives. Raises ConfigurationError if this process is no member."""
+        """The controller that runs the collectives. Raises ConfigurationError if this process is not a member."""
         job = current()
         controller = job.controllers.get(self.check_registered())
         if controller is None:
@@ -74,7 +74,7 @@ class ProcessSet:
         return controller
 
     def check_registered(self) -> int:
-        """The number of the process set. Raises ConfigurationError if no such set is registered under it."""
+        """Return the number of the process set. Raises ConfigurationError if it is not registered."""
         current()  # raises before `init`
         if self.process_set_id is None or _registered.get(self.process_set_id) != self:
             raise ConfigurationError(f"{self} is not registered; call hvd.add_process_set on all ranks first.")
@@ -87,7 +87,7 @@ class ProcessSet:
         )
 
     def __hash__(self) -> int:
-        return id(self)  # not of what `__eq__` compares, which changes when the set is registered
+        return id(self)  # not the hash of what `__eq__` compares, which changes when the set is registered
 
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
@@ -96,7 +96,7 @@ class ProcessSet:
 
 
 class _Global(ProcessSet):
-    """All ranks, which are known once the job is joined."""
+    """All ranks, which are known after the job is joined."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -111,15 +111,15 @@ _numbers = itertools.count(1)
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set; all ranks of the job must call.
+    """Register a process set; all ranks of the job must call this.
 
     Args:
-        process_set: a process set, or its ranks; equal on all ranks.
+        process_set: A process set, or its ranks; equal on all ranks.
 
     Returns: the process set, ready for use.
 
     Raises:
-        ConfigurationError: it is registered already, is empty, or has a rank that is not in the job.
+        ConfigurationError: it is already registered, is empty, or has a rank that is not in the job.
         HorovodInternalError: the arguments differ between ranks.
     """
     (added,) = add_process_sets([process_set])
@@ -127,14 +127,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def add_process_sets(process_sets: Iterable[ProcessSet | Sequence[int]]) -> list[ProcessSet]:
-    """As `add_process_set`, for several; after a ConfigurationError, none of them is registered."""
+    """Register several process sets, see `add_process_set`; after a ConfigurationError, none of them is registered."""
     wanted = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
     job, known = current(), list(_registered.values())
     for process_set in wanted:
         _check_addable(process_set, known, job.membership.world_size)
         known.append(process_set)
     for process_set in wanted:
-        # Counted on all ranks, also for sets that fail, so that the next one has the same number everywhere.
+        # Counted on all ranks, even for sets that fail, so that the next one has the same number everywhere.
         number = next(_numbers)
         job.add_process_set(number, process_set.ranks)
         process_set.process_set_id = number
@@ -154,12 +154,12 @@ def _check_addable(process_set: ProcessSet, known: Sequence[ProcessSet], world_s
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Unregister a process set; all ranks of the job must call.
+    """Unregister a process set; all ranks of the job must call this.
 
     Args:
-        process_set: a registered process set.
+        process_set: A registered process set.
 
-    Returns: False for the global process set, which is kept, and for one that is not registered.
+    Returns: False for the global process set, which is kept, and for a process set that is not registered.
     """
     number = process_set.process_set_id
     if not number or _registered.get(number) is not process_set:
@@ -171,20 +171,20 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
-    """The ranks of all registered process sets, by number."""
+    """Return the ranks of all registered process sets, by number."""
     current()
     return {number: list(process_set.ranks) for number, process_set in _registered.items()}
 
 
 def begin(world_size: int) -> None:
-    """Start with the global process set, after the job has been joined."""
+    """Initialize the global process set, after the job has been joined."""
     global _numbers
     global_process_set.ranks = list(range(world_size))
     _numbers = itertools.count(1)
 
 
 def end() -> None:
-    """Unregister all process sets but the global one, before the job is left."""
+    """Unregister all process sets except the global one, before leaving the job."""
     for process_set in _registered.values():
         if process_set is not global_process_set:
             process_set.process_set_id = None

@@ -1,8 +1,8 @@
-"""`hvd.elastic.run`: repeats a function when the members change. Name and meaning are Horovod's.
+"""`hvd.elastic.run`: repeats a function when the members change. Name and semantics are Horovod's.
 
 When a member is lost, an operation raises `HorovodInternalError` on the others, which return to their last commit. When
-members are to join or leave, `commit` raises `HostsUpdatedInterrupt` on all members, and nothing is lost. In both cases
-they form the next generation, rank 0 gives its state to all of them, and the function is called again.
+members must join or leave, `commit` raises `HostsUpdatedInterrupt` on all members, and nothing is lost. In both cases
+they form the next generation, rank 0 broadcasts its state, and the function is called again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def run(func: Callable[..., T]) -> Callable[..., T]:
     In a job of fixed size (`phalanx run` without a range of workers), and in a single process, it is called once, after
     all ranks have received rank 0's state.
 
-    A worker that joins later calls it when its program reaches it. Before that call there must be no operations that
-    the others do not repeat, apart from those of the function itself.
+    A worker that joins later calls the function when its program reaches it. Its program must not request operations
+    before that call, because the other members repeat only those of the function.
 
-    Raises: what the function raises. Errors that would occur again, for example different shapes, end the job.
+    Raises: the function's errors. Errors that would occur again, for example different shapes, end the job.
     """
 
     @functools.wraps(func)
@@ -44,7 +44,7 @@ class _HorovodProgram:
 
     def __init__(self, state: State):
         self._state = state
-        self._numbers = instance_numbers.mark()  # before the first call, which a member that joins later begins with
+        self._numbers = instance_numbers.mark()  # before the first call, with which a late member starts
 
     def synchronize(self, *, has_changed: bool) -> None:
         if has_changed:
@@ -54,8 +54,8 @@ class _HorovodProgram:
 
     def recover(self, error: Exception) -> bool:
         job = current()
-        if not isinstance(error, HostsUpdatedInterrupt):  # otherwise the state was saved before it
-            # Ranks that differ raise HorovodInternalError, too; without a loss it would be raised again.
+        if not isinstance(error, HostsUpdatedInterrupt):  # otherwise, the state was saved before the interrupt
+            # Differing arguments also raise HorovodInternalError; without a loss, a retry would raise it again.
             if job.elastic is None or job.lost is None or not is_caused_by(error, HorovodInternalError):
                 return False
             self._state.restore()

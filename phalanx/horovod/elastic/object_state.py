@@ -1,7 +1,7 @@
-"""The state of an elastic program, equal on all members. Names, arguments and meaning are Horovod's.
+"""The state of an elastic program, equal on all members. Names, arguments and semantics are Horovod's.
 
-A commit is atomic: it first does everything that needs the other members, and only then keeps anything. A member that
-is lost in the middle of a commit therefore leaves no mixture of two states.
+A commit is atomic: it first does everything that needs the other members, and only then saves anything. So the loss of
+a member during a commit cannot leave a mixture of two states.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class State:
     Subclasses implement `save`, `restore` and `sync`.
 
     Args:
-        bcast_object: broadcasts an object from rank 0 to all members.
-        get_rank: returns this process's rank.
+        bcast_object: Function that broadcasts an object from rank 0 to all members.
+        get_rank: Function that returns this process's rank.
     """
 
     def __init__(
@@ -40,33 +40,33 @@ class State:
         self._reset_callbacks: list[Callable[[], Any]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
-        """Register functions that are called after each change of the members, before they receive the state: for
-        example to scale the learning rate, to add process sets or to partition the data."""
+        """Register functions to call after each change of the members, before they receive the state: for example, to
+        scale the learning rate, add process sets or partition the data."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Called after the members have changed; rank and size are already the new ones."""
+        """Handle a change of the members; rank and size are already the new ones."""
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def commit(self) -> None:
-        """Save the present state, then check whether the members are to change; all members must call this.
+        """Save the current state, then check whether the members must change; all members must call this.
 
-        Raises: HostsUpdatedInterrupt on all members if they are.
+        Raises: HostsUpdatedInterrupt on all members if they must.
         """
         self.save()
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Check whether members are to join or leave, and save the present state if so; all members must call this.
+        """Check whether members must join or leave, and if so, save the current state; all members must call this.
 
         Raises: HostsUpdatedInterrupt on all members if so.
         """
         node = current().elastic
         if node is None:
             return
-        # The request reaches the members at different times: once one has it, all act on it, after the same commit.
+        # The request reaches members at different times: when one has it, all act on it after the same commit.
         wanted = np.array([node.is_regroup_requested], np.uint8)
         (merged,) = operations.run(OperationKind.ALLREDUCE, [wanted], op=Max, name="elastic.check_host_updates")
         if merged[0]:
@@ -74,7 +74,7 @@ class State:
             raise HostsUpdatedInterrupt()
 
     def save(self) -> None:
-        """Save the present state; all members must call this."""
+        """Save the current state; all members must call this."""
         raise NotImplementedError
 
     def restore(self) -> None:
@@ -86,19 +86,19 @@ class State:
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Rebuild what depends on rank and size, after the members have changed."""
+        """Rebuild everything that depends on rank and size, after the members have changed."""
 
 
 class ObjectState(State):
     """Python objects, each an attribute of this state.
 
-    They are copied when they are saved. Members that join later receive them as pickles, which requires a job with a
-    secret (`phalanx run` creates one).
+    `save` copies them. Members that join later receive them as pickles, which requires a job with a secret
+    (`phalanx run` creates one).
 
     Args:
-        bcast_object: broadcasts an object from rank 0 to all members.
-        get_rank: returns this process's rank.
-        kwargs: the objects, by name.
+        bcast_object: Function that broadcasts an object from rank 0 to all members.
+        get_rank: Function that returns this process's rank.
+        kwargs: The objects, by name.
 
     Examples:
         >>> state = ObjectState(step=0)

@@ -14,7 +14,7 @@ from phalanx.horovod.keras.sync_batch_normalization import SyncBatchNormalizatio
 from phalanx.horovod.operations import barrier, join
 
 init = visible_gpus.init_for(keras.backend.backend())
-"""As `basics.init`, and this process computes on the GPU of its local rank."""
+"""`basics.init`; also selects the GPU of the local rank for this process."""
 
 __all__ = [
     *exported_names.__all__,

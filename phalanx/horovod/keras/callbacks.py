@@ -1,4 +1,4 @@
-"""Callbacks for Keras's `fit`. Names and meaning are Horovod's."""
+"""Callbacks for Keras's `fit`. Names and semantics are Horovod's."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from phalanx.horovod.keras.keras_functions import broadcast_variables
 from phalanx.horovod.operation_request import OperationKind
 
 _MOMENTA = {keras.optimizers.SGD: "momentums", keras.optimizers.RMSprop: "_momentums"}
-"""Optimizers whose momenta are sums of steps, in which the learning rate is a factor, and where they are. Those of
-others (Muon, Adam) are sums of gradients."""
+"""Optimizers whose momenta are sums of steps, which contain the learning rate as a factor, with the attribute that
+holds them. The momenta of others (Muon, Adam) are sums of gradients."""
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Gives all ranks the weights and the optimizer state of one.
+    """Broadcasts the weights and the optimizer state of one rank to all ranks.
 
     This happens before the first batch (in Horovod, after it), or after it if that batch builds the model. The states
     of random generators stay different on each rank.
 
     Args:
-        root_rank: rank whose variables are sent.
-        device: ignored.
-        local_variables: variables of the model that stay as they are on each rank.
-        process_set: the ranks that train together.
+        root_rank: Rank whose variables are sent.
+        device: Ignored.
+        local_variables: Variables of the model that are not changed.
+        process_set: The ranks that train together.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Averages the logs over the ranks at the end of each epoch. List it before callbacks that use the logs.
 
     Args:
-        device: ignored.
+        device: Ignored.
         process_set: the ranks that train together.
 
     Raises: HorovodInternalError if the ranks log different metrics.
@@ -106,14 +106,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
     """Multiplies the learning rate `initial_lr` by a factor during some epochs.
 
     Args:
-        initial_lr: learning rate before multiplication, for all ranks together.
-        multiplier: a factor that is applied once for each epoch since `start_epoch` (`multiplier ** (epoch -
-            start_epoch)`), or a function of the epoch, which has a fraction without `staircase`.
-        start_epoch: first epoch in which the callback acts.
-        end_epoch: first epoch in which it no longer acts; None for never.
-        staircase: whether the rate changes only at the start of an epoch; otherwise it changes before each batch.
-        momentum_correction: whether the optimizer's momenta are multiplied by the ratio of new and old rate.
-        steps_per_epoch: batches in an epoch; needed without `staircase` if Keras does not know it.
+        initial_lr: Learning rate before multiplication, for the whole job.
+        multiplier: A factor that is applied once per epoch since `start_epoch` (`multiplier ** (epoch -
+            start_epoch)`), or a function of the epoch, which is fractional without `staircase`.
+        start_epoch: First epoch in which the callback acts.
+        end_epoch: First epoch in which it no longer acts; None for never.
+        staircase: Whether the rate changes only at the start of an epoch; otherwise it changes before each batch.
+        momentum_correction: Whether the optimizer's momenta are multiplied by the ratio of the new to the old rate.
+        steps_per_epoch: Number of batches in an epoch; needed without `staircase` if Keras does not know it.
 
     Source of the correction: Goyal et al. 2017, "Accurate, Large Minibatch SGD", section 3 (equation 10).
     """
@@ -169,8 +169,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
             logs["lr"] = _learning_rate(self.model.optimizer)
 
     def _set(self, factor: float) -> None:
-        # On JAX, Keras's `self.model` first puts the state of the loop into the variables, and the next step reads
-        # them. Without that, what is assigned here would be lost.
+        # On JAX, Keras's `self.model` first copies the loop's state to the variables, and the next step reads them.
+        # Otherwise the assignment below would be lost.
         optimizer = self.model.optimizer
         before, now = _learning_rate(optimizer), self.initial_lr * factor
         if now == before:
@@ -187,10 +187,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
     """Raises the learning rate from `initial_lr / size` to `initial_lr` in the first epochs, batch by batch.
 
     Args:
-        initial_lr: learning rate of the whole job: that of one process times the number of processes.
-        warmup_epochs: number of epochs in which it grows.
-        momentum_correction: see `LearningRateScheduleCallback`.
-        steps_per_epoch: see `LearningRateScheduleCallback`.
+        initial_lr: Learning rate of the whole job: the rate of one process times the number of processes.
+        warmup_epochs: Number of epochs in which it grows.
+        momentum_correction: See `LearningRateScheduleCallback`.
+        steps_per_epoch: See `LearningRateScheduleCallback`.
         verbose: 1 to print a line on rank 0 at the end.
 
     Source: Goyal et al. 2017, section 2.2 ("gradual warmup").
@@ -229,17 +229,17 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """Keras's `ModelCheckpoint` of the best model, to the path in `filepath`, which the program sets before `fit`.
+    """Keras's `ModelCheckpoint` for the best model. The program sets the attribute `filepath` before `fit`.
 
         best = hvd.callbacks.BestModelCheckpoint(monitor="val_accuracy")
         best.filepath = "best.keras"
         model.fit(x, y, callbacks=[best] if hvd.rank() == 0 else [])
 
     Args:
-        monitor: as in `ModelCheckpoint`.
-        verbose: as in `ModelCheckpoint`.
-        mode: as in `ModelCheckpoint`.
-        save_freq: as in `ModelCheckpoint`.
+        monitor: See `ModelCheckpoint`.
+        verbose: See `ModelCheckpoint`.
+        mode: See `ModelCheckpoint`.
+        save_freq: See `ModelCheckpoint`.
 
     Raises: ConfigurationError in `fit` if `filepath` is not set.
     """
@@ -247,7 +247,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc
     def __init__(
         self, monitor: str = "val_loss", verbose: int = 0, mode: str = "auto", save_freq: str | int = "epoch"
     ) -> None:
-        # Keras takes no checkpoint without a path.
+        # Keras requires a path.
         super().__init__("unset.keras", monitor, verbose, save_best_only=True, mode=mode, save_freq=save_freq)
         self.filepath = None
 

@@ -1,4 +1,4 @@
-"""Elastic training with Keras on every backend. Names and meaning are Horovod's.
+"""Elastic training with Keras on every backend. Names and semantics are Horovod's.
 
     state = hvd.elastic.KerasState(model, batch=0, epoch=0)
 
@@ -10,7 +10,7 @@
             hvd.elastic.UpdateEpochStateCallback(state),
         ])
 
-The callbacks can be listed in any order: before a commit, batch and epoch are updated.
+The callbacks can be listed in any order: batch and epoch are updated before a commit.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class KerasState(ObjectState):
     The states of random generators stay different on each rank.
 
     Args:
-        model: a model that is built.
-        optimizer: the optimizer, if it is not the model's.
-        backend: ignored.
-        kwargs: values, as for `ObjectState`.
+        model: A built model.
+        optimizer: The optimizer, if it is not the model's.
+        backend: Ignored.
+        kwargs: Values, as in `ObjectState`.
 
     Raises: ConfigurationError if the model is not built.
     """
@@ -53,7 +53,7 @@ class KerasState(ObjectState):
         self._keep()
 
     def save(self) -> None:
-        """See `State.save`. It copies the model: if that is slow, call it only every few batches."""
+        """See `State.save`. It copies the model; if that is slow, save only every few batches."""
         self._keep()
         super().save()
 
@@ -64,8 +64,8 @@ class KerasState(ObjectState):
 
     def on_reset(self) -> None:
         """See `State.on_reset`."""
-        # An exception has ended `fit`. On JAX, Keras then overwrites the weights, which were saved before it, with the
-        # averages of `use_ema`.
+        # An exception has ended `fit`. On JAX, Keras then overwrites the weights with the averages of `use_ema`. The
+        # saved weights are from before that.
         self._put_back()
         super().on_reset()
 
@@ -95,7 +95,7 @@ class _Progress(keras.callbacks.Callback):  # type: ignore[misc]
     """Keeps a value of the state up to date; a commit updates it first.
 
     Attributes:
-        batches_before: how many batches of the epoch were completed before this `fit`.
+        batches_before: Number of batches of the epoch that were completed before this `fit`.
     """
 
     def __init__(self, state: Any) -> None:
@@ -104,7 +104,7 @@ class _Progress(keras.callbacks.Callback):  # type: ignore[misc]
         self.batches_before = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        # Programs make new callbacks for each `fit`: the newest of each kind counts.
+        # Programs create new callbacks for each `fit`: the newest of each kind counts.
         registered = vars(self.state).setdefault("_progress", [])
         registered[:] = [*(each for each in registered if type(each) is not type(self)), self]
 
@@ -122,12 +122,13 @@ class _Progress(keras.callbacks.Callback):  # type: ignore[misc]
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Commits the state every few batches, and at the end of each epoch.
 
-    The last batch of an epoch is committed with its end: a `fit` could not resume between the two, since it would train
-    another batch. (In Horovod it does.)
+    The last batch of an epoch is committed at the end of the epoch: a `fit` could not resume between the two without
+    training an extra batch (as Horovod does).
 
     Args:
-        state: a `State`.
-        batches_per_commit: batches between two commits; after the loss of a member, at most these are repeated.
+        state: A `State`.
+        batches_per_commit: Number of batches between two commits; at most these are repeated after the loss of a
+            member.
     """
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
@@ -137,7 +138,7 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self.batches_remaining = self.batches_per_commit  # the same on members that join later
+        self.batches_remaining = self.batches_per_commit  # equal on members that join later
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self.batches_remaining -= 1
@@ -150,7 +151,7 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
         self._commit(None)
 
     def _is_last(self, batch: int) -> bool:
-        """Whether the epoch ends with this batch, as far as Keras knows."""
+        """Return whether the epoch ends with this batch; False if Keras does not know."""
         steps = (self.params or {}).get("steps")
         before = max((progress.batches_before for progress in self._progress()), default=0)
         return steps is not None and before + batch + 1 >= steps
@@ -168,12 +169,12 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 class UpdateBatchStateCallback(_Progress):
     """Sets `state.batch` to the number of completed batches of the epoch; 0 between epochs.
 
-    If Keras knows how many batches an epoch has, the first epoch of a resumed `fit` is shorter by the completed ones
-    (in Horovod, only its progress bar is). The data of that epoch should then start after them. With `steps_per_epoch`,
-    the data must continue from one epoch to the next, as a repeated dataset does.
+    If Keras knows the number of batches in an epoch, the first epoch of a resumed `fit` is shorter by the completed
+    batches (in Horovod, only its progress bar is). The data of that epoch should then start after them. With
+    `steps_per_epoch`, the data must continue from one epoch to the next, as a repeated dataset does.
 
     Args:
-        state: a state with a value `batch`.
+        state: A state with a value `batch`.
     """
 
     def __init__(self, state: Any) -> None:
@@ -211,7 +212,7 @@ class UpdateEpochStateCallback(_Progress):
     def __init__(self, state: Any) -> None:
         super().__init__(state)
         self._before = 0  # epochs that were completed before this `fit`
-        self._begun = 0  # epochs that this `fit` has begun; Keras's own numbers depend on `initial_epoch`
+        self._begun = 0  # epochs that this `fit` has started; Keras's numbers depend on `initial_epoch`
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         super().on_train_begin(logs)
@@ -228,8 +229,8 @@ class UpdateEpochStateCallback(_Progress):
 class _EpochIsOver:
     """A true value for a model's `stop_training` that ends the epoch, not the training.
 
-    Keras then ends the batches of the epoch; before it checks whether to end the training, the value is reset. Any
-    other callback that ends the training overwrites it with True.
+    Keras then ends the batches of the epoch; the value is reset before Keras checks whether to stop training. Any other
+    callback that stops training overwrites it with True.
     """
 
 

@@ -1,4 +1,4 @@
-"""Horovod's functions of tensors, for the backend that Keras runs on; variables and models of Keras."""
+"""Horovod's tensor functions for the current Keras backend, and functions for Keras variables and models."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ grouped_reducescatter = _function("grouped_reducescatter")
 def broadcast_variables(
     variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set, inplace: bool = False
 ) -> None:
-    """Overwrite Keras variables with the values that they have on rank `root_rank`; they travel together.
+    """Overwrite Keras variables with their values on rank `root_rank`; they travel together.
 
     Args:
-        variables: alike on all ranks of the process set.
-        root_rank: rank in the job whose values are sent.
-        process_set: the ranks that take part; others keep their values.
-        inplace: ignored.
+        variables: Variables, equal in number, shapes and dtypes on all ranks of the process set.
+        root_rank: Rank in the job whose values are sent.
+        process_set: The ranks that take part; other ranks keep their values.
+        inplace: Ignored.
 
     Raises: HorovodInternalError if the ranks' variables differ in number, shape or dtype.
     """
@@ -76,17 +76,17 @@ def load_model(
     compression: Any = Compression.none,
     legacy_opts: bool = False,
 ) -> Any:
-    """A saved Keras model whose optimizer, with its state, is made a `DistributedOptimizer`.
+    """Load a saved Keras model and convert its optimizer, with its state, to a `DistributedOptimizer`.
 
     If the saved optimizer had `backward_passes_per_step=k`, this one averages the gradients of k batches, with a
-    warning: the file does not say whether they were added up.
+    warning: the file does not record whether they were summed.
 
     Args:
-        filepath: as for `keras.models.load_model`.
-        custom_optimizers: classes of custom optimizers.
-        custom_objects: as for `keras.models.load_model`.
-        compression: as for `DistributedOptimizer`.
-        legacy_opts: must be False: Keras 3 has no legacy optimizers.
+        filepath: See `keras.models.load_model`.
+        custom_optimizers: Classes of custom optimizers.
+        custom_objects: See `keras.models.load_model`.
+        compression: See `DistributedOptimizer`.
+        legacy_opts: Must be False: Keras 3 has no legacy optimizers.
 
     Raises: UnsupportedError: legacy_opts=True.
     """

@@ -16,16 +16,16 @@ from phalanx.keras_compat.global_batch.global_batch_norm import moments
 
 @keras.saving.register_keras_serializable(package="phalanx.horovod")
 class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[misc]
-    """Batch normalization whose statistics, during training, are those of all ranks' batches together.
+    """Batch normalization that, during training, uses the statistics of all ranks' batches combined.
 
-    Mean and variance are computed from two sums over the ranks, in turn, so that no digits are lost; gradients pass
-    through those sums. With a `DistributedOptimizer`, the model trains as one process would on the whole batch. On
-    TensorFlow it does not work in functions compiled by XLA, and on JAX not in compiled functions of a custom loop;
-    `fit` with a `DistributedOptimizer` takes care of both.
+    Mean and variance are computed from two sequential sums over the ranks, to avoid a loss of precision; gradients flow
+    through these sums. With a `DistributedOptimizer`, the model trains as one process would on the whole batch. The
+    layer does not work in functions compiled by XLA on TensorFlow, or in compiled functions of a custom loop on JAX;
+    `fit` with a `DistributedOptimizer` handles both.
 
     Args:
-        fused: must be False.
-        kwargs: as for `keras.layers.BatchNormalization`.
+        fused: Must be False.
+        kwargs: Arguments of `keras.layers.BatchNormalization`.
 
     Raises: ConfigurationError: fused=True.
     """
@@ -36,13 +36,13 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
         super().__init__(**kwargs)
 
     def _moments(self, inputs: Any, mask: Any) -> Any:
-        if basics.size() == 1 or getattr(inputs, "is_meta", False):  # PyTorch's, while Keras only infers shapes
+        if basics.size() == 1 or getattr(inputs, "is_meta", False):  # a PyTorch tensor, while Keras only infers shapes
             return super()._moments(inputs, mask)
         return moments(self, inputs, mask, self._sum)
 
     @staticmethod
     def _sum(tensors: list[Any]) -> list[Any]:
-        """The sums over the ranks, with a gradient; they travel together."""
+        """Return the sums over the ranks, with a gradient; they travel together."""
         if keras.backend.backend() == "tensorflow":  # whose collectives also run in sessions
             from phalanx.horovod.tensorflow.mpi_ops import grouped_allreduce
 

@@ -26,7 +26,7 @@ from phalanx.horovod.tensorflow.session_optimizer import GradientAccumulation, S
 from phalanx.horovod.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
 
 init = visible_gpus.init_for("tensorflow")
-"""As `basics.init`, and this process computes on the GPU of its local rank."""
+"""`basics.init`; also selects the GPU of the local rank for this process."""
 
 
 def DistributedOptimizer(
@@ -48,10 +48,10 @@ def DistributedOptimizer(
 ) -> Any:
     """See `phalanx.horovod.keras.DistributedOptimizer`; for Keras optimizers, with Keras on TensorFlow.
 
-    It also takes optimizers of TensorFlow 1 (`tf.compat.v1.train`), and wraps them. Their gradients are reduced in
-    `compute_gradients`. With `backward_passes_per_step`, run `tf.compat.v1.local_variables_initializer()` too.
+    It also accepts and wraps TensorFlow 1 optimizers (`tf.compat.v1.train`). Their gradients are reduced in
+    `compute_gradients`. With `backward_passes_per_step`, also run `tf.compat.v1.local_variables_initializer()`.
 
-    The arguments are in the order of `horovod.tensorflow`; `use_locking` is for optimizers of TensorFlow 1.
+    The arguments are in the order of `horovod.tensorflow`; `use_locking` is for TensorFlow 1 optimizers.
     """
     reduction = GradientReduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
     if isinstance(optimizer, tf.compat.v1.train.Optimizer):
@@ -72,14 +72,14 @@ def DistributedOptimizer(
 
 
 def SyncBatchNormalization(**kwargs: Any) -> Any:
-    """A layer, see `phalanx.horovod.keras.SyncBatchNormalization`."""
+    """Create a layer, see `phalanx.horovod.keras.SyncBatchNormalization`."""
     from phalanx.horovod.keras.sync_batch_normalization import SyncBatchNormalization as of_keras
 
     return of_keras(**kwargs)
 
 
 def check_num_rank_power_of_2(num_rank: int) -> bool:
-    """Whether Adasum can combine this number of ranks."""
+    """Return whether Adasum can combine this number of ranks."""
     return num_rank > 0 and not num_rank & (num_rank - 1)
 
 

@@ -1,4 +1,4 @@
-"""Elastic training with TensorFlow. Names and meaning are Horovod's."""
+"""Elastic training with TensorFlow. Names and semantics are Horovod's."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class TensorFlowState(ObjectState):
     """The state of a TensorFlow program: variables, and values by name.
 
     Args:
-        variables: of TensorFlow or Keras. They must be given, since TensorFlow 2 has no list of all variables.
-        session: must be None, since it belongs to TensorFlow 1.
-        kwargs: values, as for `ObjectState`.
+        variables: Variables of TensorFlow or Keras. Required, since TensorFlow 2 has no list of all variables.
+        session: Must be None, since it belongs to TensorFlow 1.
+        kwargs: Values, as in `ObjectState`.
 
     Raises: UnsupportedError without variables, or with a session.
     """
@@ -56,7 +56,7 @@ class TensorFlowState(ObjectState):
 
 
 def TensorFlowKerasState(model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any) -> Any:
-    """A `phalanx.horovod.keras.elastic.KerasState`, for Keras on TensorFlow."""
+    """Create a `phalanx.horovod.keras.elastic.KerasState`, for Keras on TensorFlow."""
     from phalanx.horovod.keras.elastic import KerasState
 
     return KerasState(model, optimizer, backend, **kwargs)

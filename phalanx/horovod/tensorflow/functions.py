@@ -1,4 +1,4 @@
-"""Give all ranks the variables of one. Names and meaning are Horovod's."""
+"""Broadcasts of variables and objects from one rank. Names and semantics are Horovod's."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ def broadcast_variables(
     process_set: ProcessSet = global_process_set,
     inplace: bool = False,
 ) -> Any:
-    """Overwrite variables with the values that they have on rank `root_rank`.
+    """Overwrite variables with their values on rank `root_rank`.
 
     Args:
-        variables: of TensorFlow or Keras (`model.variables`, `optimizer.variables`), alike on all ranks.
-        root_rank: rank in the job whose values are sent.
-        process_set: the ranks that take part.
-        inplace: ignored; the result is the same.
+        variables: Variables of TensorFlow or Keras (`model.variables`, `optimizer.variables`), equal in number, shapes
+            and dtypes on all ranks.
+        root_rank: Rank in the job whose values are sent.
+        process_set: The ranks that take part.
+        inplace: Ignored; the result is the same.
 
-    Returns: in a graph that a session runs, the operation that does it, for `session.run`; else None.
+    Returns: in a session's graph, the operation to pass to `session.run`; else None.
     """
     broadcast = broadcast_(
         [tensorflow_variable(variable) for variable in variables], root_rank, process_set=process_set
@@ -37,12 +38,12 @@ def broadcast_variables(
 
 
 def broadcast_global_variables(root_rank: int) -> Any:
-    """The operation that overwrites all global variables of the present graph with those of rank `root_rank`.
+    """Return the operation that overwrites all global variables of the current graph with those of rank `root_rank`.
 
-    For programs of TensorFlow 1, after the variables have been created.
+    For TensorFlow 1 programs, after the variables have been created.
 
     Args:
-        root_rank: rank in the job whose values are sent.
+        root_rank: Rank in the job whose values are sent.
 
     Raises: UnsupportedError in eager code, which has no list of all variables.
     """
@@ -55,13 +56,13 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
 
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
-    """A hook of a session of TensorFlow 1: when it has been created, all ranks get the global variables of one.
+    """A TensorFlow 1 session hook that broadcasts the global variables of one rank after the session is created.
 
-    So all begin with the same random weights, or with the checkpoint that this rank restored.
+    So all ranks start with the same random weights, or with the checkpoint that this rank restored.
 
     Args:
-        root_rank: rank in the job whose values are sent.
-        device: ignored: values travel through the host.
+        root_rank: Rank in the job whose values are sent.
+        device: Ignored; values travel through the host.
     """
 
     def __init__(self, root_rank: int, device: str = ""):
@@ -71,13 +72,13 @@ class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: 
         self._graph: Any = None
 
     def begin(self) -> None:
-        """Add the operation to the graph; called before that is finalized."""
+        """Add the operation to the graph; called before the graph is finalized."""
         graph = tf.compat.v1.get_default_graph()
         if self._graph is not graph:
             self._graph, self._broadcast = graph, broadcast_global_variables(self._root_rank)
 
     def after_create_session(self, session: Any, coord: Any) -> None:
-        """Broadcast; called when the variables have their first values."""
+        """Broadcast the variables; called after they are initialized."""
         session.run(self._broadcast)
 
 
@@ -125,12 +126,12 @@ def allgather_object(
 def broadcast_object_fn(
     root_rank: int = 0, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
-    """A function that gives all ranks the object of rank `root_rank`, see `broadcast_object`. `session` is ignored."""
+    """Return a function that calls `broadcast_object` with its argument and these options. `session` is ignored."""
     return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
 def tensorflow_variable(variable: Any) -> Any:
-    """The TensorFlow variable inside a Keras variable; any other variable is returned unchanged."""
+    """Return the TensorFlow variable inside a Keras variable; any other variable is returned unchanged."""
     return variable if callable(getattr(variable, "value", None)) else getattr(variable, "value", variable)
 
 

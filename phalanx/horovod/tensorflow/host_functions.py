@@ -1,4 +1,4 @@
-"""Calls of the host from TensorFlow: at once in eager code, else as a node of the graph."""
+"""Calls of the host from TensorFlow: directly in eager code, else as a node of the graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Converted = TypeVar("Converted", bound=Callable[..., Any])
 
 
 class MismatchError(HorovodInternalError, tf.errors.FailedPreconditionError):  # type: ignore[misc]
-    """The ranks' arguments of a collective differ: also the error that Horovod's callers in TensorFlow catch."""
+    """The ranks' arguments of a collective differ. Also the error class that Horovod's callers in TensorFlow catch."""
 
     exit_code = CollectiveMismatchError.exit_code
 
@@ -33,7 +33,7 @@ class MismatchError(HorovodInternalError, tf.errors.FailedPreconditionError):  #
 
 
 class ArgumentError(ConfigurationError, tf.errors.InvalidArgumentError):  # type: ignore[misc]
-    """Arguments that no rank may pass: also the error that Horovod's callers in TensorFlow catch."""
+    """Invalid arguments. Also the error class that Horovod's callers in TensorFlow catch."""
 
     def __init__(self, error: ConfigurationError):
         tf.errors.InvalidArgumentError.__init__(self, None, None, str(error))
@@ -41,29 +41,29 @@ class ArgumentError(ConfigurationError, tf.errors.InvalidArgumentError):  # type
 
 
 _counters: weakref.WeakKeyDictionary[Any, itertools.count[int]] = weakref.WeakKeyDictionary()
-"""Counts the operations without a name of each graph."""
+"""Counters of the unnamed operations of each graph."""
 
 
 def _not_converted(function: Converted) -> Converted:
-    """The function without AutoGraph, which warns of what it cannot convert and would change nothing here."""
+    """Exclude a function from AutoGraph, which would warn about code that it cannot convert and change nothing."""
     return cast(Converted, tf.autograph.experimental.do_not_convert(function))
 
 
 @_not_converted
 def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """The results of a function of the tensors' values, as tensors.
+    """Call a function with the tensors' values, and return its results as tensors.
 
-    In a `tf.function`, calls run one after another in the order of the program, which is the same on every rank. In a
-    graph that a session runs they have no order.
+    In a `tf.function`, calls run sequentially in the order of the program, which is the same on every rank. In a
+    session's graph they have no order.
 
     Args:
-        function: takes a list of arrays and returns one for each result.
-        tensors: its arguments, at least one.
-        like: dtype and static shape of each result, at least one.
+        function: Function that takes a list of arrays and returns an array for each result.
+        tensors: Its arguments, at least one.
+        like: Dtype and static shape of each result, at least one.
     """
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     if tf.executing_eagerly():
-        # Not as a node: errors keep their classes, and nothing is traced.
+        # Not as a node, so that errors keep their classes and nothing is traced.
         results = _call(function, [tensor.numpy() for tensor in tensors])
         return [tf.convert_to_tensor(array, dtype) for array, (dtype, _) in zip(results, like, strict=True)]
     if is_for_session():
@@ -78,9 +78,9 @@ def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tup
 
 
 def _call(function: HostFunction, arrays: list[Array]) -> Sequence[Any]:
-    """The results of a function, whose errors are those that Horovod's callers in TensorFlow catch."""
+    """Call a function, and convert its errors to those that Horovod's callers in TensorFlow catch."""
     try:
-        return function(list(map(np.asarray, arrays)))  # TensorFlow's scalars are none, and a text is `bytes`
+        return function(list(map(np.asarray, arrays)))  # TensorFlow's scalars are not arrays, and text is `bytes`
     except HorovodInternalError as error:
         if isinstance(error.__cause__, CollectiveMismatchError):
             raise MismatchError(str(error)) from error.__cause__
@@ -90,7 +90,7 @@ def _call(function: HostFunction, arrays: list[Array]) -> Sequence[Any]:
 
 
 def _mismatch_in_session(error: tf.errors.UnknownError) -> MismatchError | None:
-    """The MismatchError of which TensorFlow has kept only the text. In a `tf.function`, that stays an UnknownError."""
+    """Restore a MismatchError from the text that TensorFlow keeps. In a `tf.function`, it stays an UnknownError."""
     is_mismatch = re.search(rf"\b{MismatchError.__name__}: ", error.message)
     return MismatchError(error.message, error.node_def, error.op) if is_mismatch else None
 
@@ -98,22 +98,22 @@ def _mismatch_in_session(error: tf.errors.UnknownError) -> MismatchError | None:
 def call_host_once(
     function: HostFunction, flowing: Sequence[Any], like: Sequence[tuple[Any, Any]], *others: Any
 ) -> list[Any]:
-    """As `call_host`, for gradients, with an error when the result is differentiated again.
+    """Call `call_host` for gradients, with an error when the result is differentiated again.
 
     Args:
-        function: takes the arrays of `flowing` and `others`.
-        flowing: gradients of the results of a collective.
-        like: dtype and static shape of each result.
-        others: more arguments of the function, without gradients.
+        function: Function of the arrays of `flowing` and `others`.
+        flowing: Gradients of the results of a collective.
+        like: Dtype and static shape of each result.
+        others: More arguments of the function, without gradients.
 
-    Raises: UnsupportedError when the result is differentiated; in a graph, an error of TensorFlow's with this text.
+    Raises: UnsupportedError when the result is differentiated; in a graph, a TensorFlow error with its text.
     """
     flowing = cast_like(flowing, like)
 
     def refuse(*upstream: Any) -> list[Any]:
         if tf.executing_eagerly():
             refuse_second_gradient()
-        # Under a second tape TensorFlow traces this in any case. It runs only if the second gradient is used.
+        # Under a second tape, TensorFlow always traces this. It runs only if the second gradient is used.
         results: list[Any] = tf.numpy_function(
             refuse_second_gradient, list(upstream), [tensor.dtype for tensor in flowing], stateful=False
         )
@@ -129,26 +129,26 @@ def call_host_once(
 
 
 def cast_like(gradients: Sequence[Any], like: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """The gradients of results. TensorFlow lets a program begin with those of another dtype than the results have.
+    """Cast the gradients of results. TensorFlow allows a program to pass initial gradients with another dtype.
 
     Args:
-        gradients: tensors.
-        like: dtype and static shape of each result.
+        gradients: Tensors.
+        like: Dtype and static shape of each result.
     """
     return [tf.cast(tf.convert_to_tensor(each), dtype) for each, (dtype, _) in zip(gradients, like, strict=True)]
 
 
 def name_in_graph(kind: str) -> str | None:
-    """A name for an operation without one.
+    """Return a name for an unnamed operation.
 
-    In a graph, it is named by its position there, which is the same on all ranks however often each of them traces the
-    function. In eager code it is None, since operations follow each other in the order of the program.
+    In a graph, the name is its position there, which is equal on all ranks no matter how often each traces the
+    function. In eager code it is None, since operations run in the order of the program.
     """
     if tf.executing_eagerly():
         return None
     graph = tf.compat.v1.get_default_graph()
-    # Bodies of loops and branches lie in the graph of the function, whose outer graph belongs to no function. A session
-    # runs that one, and the names of functions in it have numbers that may differ between ranks.
+    # Bodies of loops and branches are inside the graph of the function, whose outer graph belongs to no function. A
+    # session runs the outer graph, in which the names of functions have numbers that may differ between ranks.
     while hasattr(graph if is_for_session() else getattr(graph, "outer_graph", None), "outer_graph"):
         graph = graph.outer_graph
     number = next(_counters.setdefault(graph, itertools.count()))

@@ -1,8 +1,8 @@
-"""Collectives of TensorFlow's tensors, in eager code and in graphs. Names and meaning are Horovod's.
+"""Collectives for TensorFlow tensors, in eager code and in graphs. Names and semantics are Horovod's.
 
 Each has a gradient. None works inside `tf.function(jit_compile=True)`, since XLA cannot call the host. In a graph, a
-`HorovodInternalError` arrives as a `tf.errors.OpError` with the same text. Of `tf.IndexedSlices`, an allreduce gathers
-the slices of all ranks.
+`HorovodInternalError` is raised as a `tf.errors.OpError` with the same text. For `tf.IndexedSlices`, an allreduce
+gathers the slices of all ranks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Around = Callable[[Callable[[], Any]], Any]
 
 
 def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Arguments, around: Around) -> list[Any]:
-    """The results of a collective of dense tensors, with a gradient."""
-    # Here and not on the host: an error of a graph that runs keeps its text alone.
+    """Return the results of a collective of dense tensors, with a gradient."""
+    # Here and not on the host: an error in a running graph keeps only its text.
     arguments.process_set.check_registered()
     arguments = msgspec.structs.replace(arguments, name=arguments.name or name_in_graph(kind.value))
-    # Splits may be known only when the graph runs, so they are an input of the host function.
+    # Splits may become known only when the graph runs, so they are an input of the host function.
     splits = [] if arguments.splits is None else [tf.convert_to_tensor(arguments.splits)]
 
     def forward(arrays: list[Array]) -> Any:
@@ -83,14 +83,14 @@ def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Argu
 
 
 def _for_gradient(arguments: Arguments) -> Arguments:
-    """The arguments of the operation that computes the gradient of a collective."""
+    """Return the arguments of the operation that computes the gradient of a collective."""
     called = arguments.for_gradient()
-    # A graph for a session may hold several gradients of one collective, which run at once.
+    # A graph for a session may hold several gradients of one collective, which run concurrently.
     return msgspec.structs.replace(called, name=name_in_graph(str(called.name))) if is_for_session() else called
 
 
 def _result_shape(kind: OperationKind, tensor: Any) -> Any:
-    """The static shape of a result."""
+    """Return the static shape of a result."""
     if not operations.changes_rows(kind):
         return tensor.shape
     return None if tensor.shape.rank is None else [None, *tensor.shape[1:]]
@@ -107,11 +107,11 @@ def run_collective(
     """See `framework_bindings.Run`.
 
     Args:
-        kind: which collective.
-        tensors: its inputs; an allreduce also takes `tf.IndexedSlices`.
-        arguments: of the collective.
-        compression: of reductions.
-        around: calls, on the host, what waits for the result of dense tensors, and returns what that returns.
+        kind: The collective.
+        tensors: Its inputs; an allreduce also takes `tf.IndexedSlices`.
+        arguments: Arguments of the collective.
+        compression: Compressor for reductions.
+        around: Function that calls, on the host, the wait for the result of dense tensors, and returns its result.
     """
     results: dict[int, Any] = {}
     dense: dict[int, Any] = {}
@@ -163,27 +163,27 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Overwrite variables with the values that they have on rank `root_rank`; they travel together.
+    """Overwrite variables with their values on rank `root_rank`; they travel together.
 
     Args:
-        variables: `tf.Variable`s, alike on all ranks.
-        root_rank: rank in the job whose values are sent.
-        name: identifies the operation; equal on all ranks.
-        process_set: the ranks that take part.
+        variables: `tf.Variable`s, equal in number, shapes and dtypes on all ranks.
+        root_rank: Rank in the job whose values are sent.
+        name: Name of the operation; equal on all ranks.
+        process_set: The ranks that take part.
 
-    Returns: the variables; in a graph that a session runs, the assignments, which run when they are fetched.
+    Returns: the variables; in a session's graph, the assignments, which run when they are fetched.
     """
     variables = list(variables)
     arguments = Arguments(name or name_in_graph("broadcast_variables"), process_set, root_rank=root_rank)
     values = run_collective(OperationKind.BROADCAST, variables, arguments)
-    # In a `tf.function`, assignments run because they are there; in a session, only if they are fetched.
+    # In a `tf.function`, assignments always run; in a session, only if they are fetched.
     assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
     return assigned if is_for_session() else variables
 
 
 def _sparse_allreduce(slices: Any, arguments: Arguments) -> Any:
     factors = arguments.prescale_factor, arguments.postscale_factor
-    # A `gradient_predivide_factor` divides and multiplies, with two roundings.
+    # `isclose`: a `gradient_predivide_factor` divides and multiplies, with two roundings.
     if arguments.op not in (Average, Sum) or not math.isclose(math.prod(factors), 1.0):
         raise UnsupportedError(
             f"tf.IndexedSlices can be merged by Average or Sum, and not scaled; they were to be merged by "
@@ -198,7 +198,7 @@ def _sparse_allreduce(slices: Any, arguments: Arguments) -> Any:
 
 
 def divided_by_size(tensor: Any, process_set: ProcessSet) -> Any:
-    """A tensor, or `tf.IndexedSlices`, divided by the number of ranks at the time when the graph runs."""
+    """Divide a tensor, or `tf.IndexedSlices`, by the number of ranks at the time the graph runs."""
     if isinstance(tensor, tf.IndexedSlices):
         return tf.IndexedSlices(divided_by_size(tensor.values, process_set), tensor.indices, tensor.dense_shape)
     return tensor / tf.cast(_host_number(process_set.size), tensor.dtype)
@@ -208,30 +208,30 @@ def divided_by_size(tensor: Any, process_set: ProcessSet) -> Any:
 
 
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """The size of a process set as a tensor. It is read when the graph runs, since an elastic job can change it.
+    """Return the size of a process set as a tensor, read when the graph runs, since an elastic job can change it.
 
-    Raises: ConfigurationError if there is no process set of this number.
+    Raises: ConfigurationError if there is no process set with this number.
     """
     return _host_number(lambda: len(_ranks_of(process_set_id)))
 
 
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
-    """Whether this process is a member of a process set, as a tensor: 1 or 0. See `size_op`."""
+    """Return whether this process is a member of a process set, as a tensor: 1 or 0. See `size_op`."""
     return _host_number(lambda: basics.rank() in _ranks_of(process_set_id))
 
 
 def rank_op(name: str | None = None) -> Any:
-    """`rank()` as a tensor. See `size_op`."""
+    """Return `rank()` as a tensor. See `size_op`."""
     return _host_number(basics.rank)
 
 
 def local_rank_op(name: str | None = None) -> Any:
-    """`local_rank()` as a tensor. See `size_op`."""
+    """Return `local_rank()` as a tensor. See `size_op`."""
     return _host_number(basics.local_rank)
 
 
 def local_size_op(name: str | None = None) -> Any:
-    """`local_size()` as a tensor. See `size_op`."""
+    """Return `local_size()` as a tensor. See `size_op`."""
     return _host_number(basics.local_size)
 
 

@@ -1,9 +1,9 @@
 """Calls of the host from a graph that a session runs, as in TensorFlow 1.
 
-A session runs whatever is ready, in any order, while in a `tf.function` the order is that of the program. So
-collectives of one `session.run` may begin in another order on each rank. They are negotiated by name, which makes any
-order right if all of them can begin. A call of the host that waits for other ranks must therefore not hold one of the
-session's few threads: two ranks could fill theirs with different collectives, and wait for each other.
+A session runs any node that is ready, in any order, while a `tf.function` follows the order of the program. So the
+collectives of one `session.run` may start in a different order on each rank. They are negotiated by name, which allows
+any order if all of them can start. Therefore, a call of the host that waits for other ranks must not hold one of the
+session's few threads: two ranks could fill theirs with different collectives, and deadlock.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import tensorflow as tf
 
 
 def call_in_session(function: Callable[..., Any], tensors: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
-    """As `call_in_graph`, in a graph that a session runs: without an order, and on a thread of its own.
+    """Do the same as `call_in_graph` in a session's graph: without an order, and on a separate thread.
 
-    TensorFlow's own nodes that call Python hold a thread of the session. The nodes of `tf.data` do not: the element of
-    a dataset is computed on a thread that the node creates, with the functions of the dataset if they are not to use
-    the session's.
+    TensorFlow's nodes that call Python hold a thread of the session. The nodes of `tf.data` do not: they compute the
+    element of a dataset on a new thread, and also run the dataset's functions there if these must not use the session's
+    threads.
 
     Args:
-        function: takes arrays and returns one for each dtype.
-        tensors: its arguments, at least one.
-        dtypes: of the results, at least one.
+        function: Function that takes arrays and returns an array for each dtype.
+        tensors: Its arguments, at least one.
+        dtypes: Dtypes of the results, at least one.
     """
     types = {"output_types": list(dtypes), "output_shapes": [tf.TensorShape(None)] * len(dtypes)}
     mapped = tf.function(lambda *inputs: tf.numpy_function(function, inputs, list(dtypes))).get_concrete_function(

@@ -1,4 +1,4 @@
-"""An optimizer of TensorFlow 1 that reduces gradients over the ranks first. Names and meaning are Horovod's."""
+"""A TensorFlow 1 optimizer that first reduces the gradients over the ranks. Names and semantics are Horovod's."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Gradients = list[Any]
 
 
 class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    """Wraps an optimizer of `tf.compat.v1.train`, whose gradients `compute_gradients` returns reduced over the ranks.
+    """Wraps an optimizer of `tf.compat.v1.train`; `compute_gradients` returns gradients reduced over the ranks.
 
     Args:
-        optimizer: computes and applies gradients, and keeps the slots.
-        reduction: how gradients are reduced.
-        scales_local: whether gradients that are not reduced are divided by the number of ranks.
-        accumulation: of the gradients of several runs; None reduces and applies those of each run.
-        name: of the operations.
-        use_locking: as for every optimizer of TensorFlow 1.
+        optimizer: The original, which computes and applies gradients, and holds the slots.
+        reduction: The reduction of the gradients.
+        scales_local: Whether gradients that are not reduced are divided by the number of ranks.
+        accumulation: Accumulation of the gradients of several runs; None reduces and applies those of each run.
+        name: Name of the operations.
+        use_locking: See TensorFlow 1's optimizers.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         self._local.add(id(tensorflow_variable(variable)))
 
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """Pairs of a gradient, reduced over the ranks, and its variable; see the wrapped optimizer."""
+        """Return pairs of a reduced gradient and its variable; see the wrapped optimizer."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         variables = [variable for _, variable in pairs]
         local = {index for index, each in enumerate(variables) if id(tensorflow_variable(each)) in self._local}
@@ -65,7 +65,7 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         return list(zip(reduced, variables, strict=True))
 
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
-        """See the wrapped optimizer. While gradients accumulate, this changes the global step alone, which counts the
+        """See the wrapped optimizer. While gradients accumulate, this changes only the global step, which counts the
         runs, as in Horovod."""
         pairs = list(grads_and_vars)
 
@@ -93,11 +93,11 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
 
 
 class GradientAccumulation:
-    """Gradients of several runs of a graph add up, in local variables, and are reduced and applied in the last of them.
+    """Sums the gradients of several runs of a graph in local variables; the last run reduces and applies them.
 
     Args:
-        passes: how many runs add up.
-        averages: whether they are averaged instead.
+        passes: Number of runs to sum.
+        averages: Whether gradients are averaged instead.
     """
 
     def __init__(self, passes: int, *, averages: bool):
@@ -106,7 +106,7 @@ class GradientAccumulation:
         self._is_due: Any = None
 
     def add(self, gradients: Sequence[Any], reduce: Callable[[Sequence[Any]], Gradients]) -> Gradients:
-        """Add this run's gradients. Returns the reduced sums in the last of the runs, and zeros in the others."""
+        """Add this run's gradients. Returns the reduced sums in the last run, and zeros in the others."""
         if tf.executing_eagerly():
             raise ConfigurationError(
                 "backward_passes_per_step of an optimizer of TensorFlow 1 needs a graph. In eager code, use an "
@@ -116,7 +116,7 @@ class GradientAccumulation:
         values = [tf.convert_to_tensor(gradients[index]) for index in present]
         sums = [_local_variable(tf.zeros(value.shape, value.dtype)) for value in values]
         count = _local_variable(tf.constant(0))
-        # Whatever depends on `_is_due` runs after the sums are complete, and reads them so.
+        # Everything that depends on `_is_due` runs, and reads the sums, after they are complete.
         with tf.control_dependencies([total.assign_add(value) for total, value in zip(sums, values, strict=True)]):
             self._is_due = tf.equal(tf.identity(count.assign_add(1)) % self._passes, 0)
 
@@ -126,7 +126,7 @@ class GradientAccumulation:
             for index, total in zip(present, sums, strict=True):
                 everything[index] = total.read_value() / divisor
             reduced = reduce(everything)
-            # Cleared after they were read, and before what is returned is applied: the next run adds to zeros.
+            # Cleared after reading them and before the result is applied: the next run adds to zeros.
             with tf.control_dependencies([reduced[index] for index in present]):
                 cleared = [total.assign(tf.zeros_like(total)) for total in sums]
             with tf.control_dependencies(cleared):
@@ -139,7 +139,7 @@ class GradientAccumulation:
         return result
 
     def when_due(self, apply: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-        """An operation that applies gradients in the last of the runs, and does something else in the others."""
+        """Return an operation that calls `apply` in the last run, and `otherwise` in the others."""
         if self._is_due is None:
             raise ConfigurationError(
                 "with backward_passes_per_step, apply_gradients() needs the gradients that compute_gradients() of the "

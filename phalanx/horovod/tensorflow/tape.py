@@ -1,4 +1,4 @@
-"""A `tf.GradientTape` whose gradients are reduced over the ranks. Names and meaning are Horovod's."""
+"""A `tf.GradientTape` whose gradients are reduced over the ranks. Names and semantics are Horovod's."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from phalanx.horovod.tensorflow.mpi_ops import divided_by_size, run_collective
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, name: str | None = None) -> list[Any]:
-    """Gradients reduced over the ranks, all dense ones together; None stays None.
+    """Reduce gradients over the ranks, all dense ones together; None stays None.
 
     Args:
-        gradients: tensors or `tf.IndexedSlices`.
-        reduction: how they are reduced.
-        name: name of the collective.
+        gradients: Tensors or `tf.IndexedSlices`.
+        reduction: The reduction of the gradients.
+        name: Name of the collective.
     """
 
     def reduce(tensors: list[Any]) -> list[Any]:
@@ -45,13 +45,13 @@ def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, nam
 def reduce_shared(
     gradients: Sequence[Any], local: Set[int], reduction: GradientReduction, *, scales_local: bool
 ) -> list[Any]:
-    """As `reduce_gradients`, but some gradients stay this rank's own; on a rank that trains alone, all do.
+    """Do the same as `reduce_gradients`, but keep some gradients local; on a rank that trains alone, keep all.
 
     Args:
-        gradients: tensors or `tf.IndexedSlices`.
-        local: indices of those that are not reduced.
-        reduction: how the others are.
-        scales_local: whether those that are not reduced are divided by the number of ranks.
+        gradients: Tensors or `tf.IndexedSlices`.
+        local: Indices of the gradients that are not reduced.
+        reduction: The reduction of the others.
+        scales_local: Whether local gradients are divided by the number of ranks.
     """
     process_set = reduction.process_set
     if not process_set.included():
@@ -77,20 +77,21 @@ def DistributedGradientTape(
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """The tape, whose `gradient` reduces over the ranks what it returns.
+    """Return a tape whose `gradient` reduces the gradients over the ranks.
 
-    `register_local_source(variable)` excludes a variable: its gradients stay this rank's own.
+    `register_local_source(variable)` excludes a variable: its gradients stay local to each rank.
 
     Args:
-        gradtape: must not be used afterwards.
-        device_dense: ignored, as `device_sparse`, `num_groups` and `groups`: gradients travel together.
-        compression: a compressor, see `Compression`.
-        sparse_as_dense: whether `tf.IndexedSlices` are made dense, instead of gathering the slices of all ranks.
-        op: the reduction.
-        gradient_predivide_factor: see `GradientReduction`.
-        process_set: the ranks that train together.
-        scale_local_gradients: whether gradients that are not reduced are divided by the number of ranks, as averaged
-            ones are.
+        gradtape: The original tape. Do not use it afterwards.
+        device_dense: Ignored, as are `device_sparse`, `num_groups` and `groups`: all gradients are fused.
+        compression: A compressor, see `Compression`.
+        sparse_as_dense: Whether `tf.IndexedSlices` are converted to dense tensors. Otherwise the slices of all ranks
+            are gathered.
+        op: The reduction.
+        gradient_predivide_factor: See `GradientReduction`.
+        process_set: The ranks that train together.
+        scale_local_gradients: Whether gradients that are not reduced are divided by the number of ranks, as averaged
+            gradients are.
 
     Raises: ConfigurationError if options contradict each other.
     """
@@ -112,10 +113,10 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As `DistributedGradientTape`, but gradients of some layers stay each rank's own.
+    """Do the same as `DistributedGradientTape`, but keep the gradients of some layers local to each rank.
 
     Args:
-        local_layers: a layer, or several; None for none.
+        local_layers: One or more layers; None for none.
     """
     reduction = GradientReduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
     tape = _distribute_tape(gradtape, reduction, scale_local_gradients)
@@ -126,7 +127,7 @@ def PartialDistributedGradientTape(
 
 
 def _distribute_tape(gradtape: tf.GradientTape, reduction: GradientReduction, scales_local: bool) -> Any:
-    # Shares what the tape has recorded so far: a program may wrap it after the forward pass.
+    # Shares the existing recording: a program may wrap the tape after the forward pass.
     tape: Any = object.__new__(type(type(gradtape).__name__, (_ReducingTape, type(gradtape)), {}))
     vars(tape).update(vars(gradtape))
     tape._hvd_reduction = reduction
@@ -164,7 +165,7 @@ class _ReducingTape:
     def get_local_and_global_gradients(
         self, target: Any, sources: Sequence[Any], output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[list[Any], list[Any]]:
-        """Pairs of a source and its gradient: first those that are not reduced, then the others. See `gradient`."""
+        """Return pairs of a source and its gradient: first the local ones, then the reduced ones. See `gradient`."""
         local: list[Any] = []
         reduced: list[Any] = []
         for pair in zip(sources, self.gradient(target, sources, output_gradients), strict=True):

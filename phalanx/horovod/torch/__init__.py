@@ -12,7 +12,7 @@ from phalanx.horovod.torch.optimizer import DistributedOptimizer
 from phalanx.horovod.torch.sync_batch_norm import SyncBatchNorm
 
 init = visible_gpus.init_for("torch")
-"""As `basics.init`, and this process computes on the GPU of its local rank."""
+"""`basics.init`; also selects the GPU of the local rank for this process."""
 
 __all__ = [
     *exported_names.__all__,

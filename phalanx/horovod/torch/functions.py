@@ -1,4 +1,4 @@
-"""Give all ranks the parameters and the optimizer state of one. Names and meaning are Horovod's."""
+"""Broadcasts of parameters and optimizer state from one rank. Names and semantics are Horovod's."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def broadcast_parameters(
     """Overwrite the parameters of all ranks with those of rank `root_rank`.
 
     Args:
-        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`. Values that are no tensors are
-            left unchanged.
-        root_rank: rank in the job whose parameters are sent.
-        process_set: the ranks that take part.
+        params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`. Values that are not tensors
+            stay unchanged.
+        root_rank: Rank in the job whose parameters are sent.
+        process_set: The ranks that take part.
 
     Raises:
-        ConfigurationError: it is none of these.
+        ConfigurationError: `params` is none of these.
         HorovodInternalError: the ranks' parameters differ in number, shape or dtype.
     """
     if isinstance(params, Mapping):
@@ -47,7 +47,7 @@ def broadcast_parameters(
             )
         values = [each[1] if isinstance(each, tuple) else each for each in given]
     tensors = [value for value in values if torch.is_tensor(value)]
-    # On the CPU these are the parameters' own memory, and `write_back` has nothing to do.
+    # On the CPU, the arrays are the parameters' memory, and `write_back` has nothing to do.
     arrays = all_to_host(tensors)
     operations.run(
         OperationKind.BROADCAST,
@@ -66,16 +66,16 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Overwrite the state and the options of all ranks' optimizers with those of rank `root_rank`.
+    """Overwrite the state and options of all ranks' optimizers with those of rank `root_rank`.
 
-    Only the root needs to have a state, for example from a checkpoint. Tensors and plain values are sent in a form that
-    cannot run code (`torch.load(weights_only=True)`); other values require a job with a secret.
+    Only the root needs a state, for example from a checkpoint. Tensors and plain values are sent in a form that cannot
+    run code (`torch.load(weights_only=True)`); other values require a job with a secret.
 
     Args:
-        optimizer: of the same class and for the same parameters on all ranks.
-        root_rank: rank in the job whose state is sent.
-        model: the model, if it has sparse embeddings that an optimizer other than SparseAdam trains.
-        process_set: the ranks that take part.
+        optimizer: An optimizer of the same class and for the same parameters on all ranks.
+        root_rank: Rank in the job whose state is sent.
+        model: The model, if it has sparse embeddings that an optimizer other than SparseAdam trains.
+        process_set: The ranks that take part.
 
     Raises: ConfigurationError for LBFGS, whose state cannot be sent, and for other values in a job without a secret.
     """
@@ -89,19 +89,19 @@ def broadcast_optimizer_state(
     received = broadcast_bytes(buffer.getvalue(), root_rank, "optimizer_state", process_set)
     try:
         state = torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # the root loads as well, so that all ranks raise
+    except pickle.UnpicklingError:  # the root also loads, so that all ranks raise
         check_trust("broadcast_optimizer_state")
         state = torch.load(io.BytesIO(received), map_location="cpu", weights_only=False)
     if not is_root:
         optimizer.load_state_dict(state)
     elif (reducer := getattr(optimizer, "_hvd_reducer", None)) is not None:
-        reducer.reset()  # as loading does on the others: all expect the gradients of a whole step
+        reducer.reset()  # as loading does on the other ranks: all expect the gradients of a whole step
     if not state["state"]:
         _fill_gradients(optimizer, model)
 
 
 def _fill_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
-    """Give parameters gradients of zero, as Horovod leaves them where it finds a state that is empty."""
+    """Set missing gradients to zero, as Horovod does if the state is empty."""
     embeddings = [each for each in model.modules() if getattr(each, "sparse", False)] if model is not None else []
     sparse = {id(parameter) for embedding in embeddings for parameter in embedding.parameters()}
     for group in optimizer.param_groups:
@@ -113,7 +113,7 @@ def _fill_gradients(optimizer: torch.optim.Optimizer, model: torch.nn.Module | N
 
 
 def _plain(value: Any) -> Any:
-    """NumPy's numbers as Python's, which can be loaded without a secret."""
+    """Convert NumPy numbers to Python numbers, which can be loaded without a secret."""
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -1,7 +1,7 @@
-"""Gradients in buckets, each of which is reduced as a whole as soon as all its gradients are computed.
+"""Gradients in buckets. A bucket is reduced as a whole when all its gradients are computed.
 
-The parameters are divided into buckets once, the last ones first (the order in which a backward pass finishes them),
-alike on all ranks. A complete bucket is sent while the backward pass continues.
+The parameters are divided into buckets once, equally on all ranks. The last parameters come first, as in a backward
+pass. A complete bucket is sent while the backward pass continues.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from phalanx.horovod.torch.mpi_ops import sparse_allreduce_async
 from phalanx.horovod.torch.torch_framework import start_collective
 
 BUCKET_BYTES = 8 * 2**20
-"""Large enough that the start of a collective does not count, small enough that most of a model's gradients are reduced
-while others are computed."""
+"""Bucket size: large enough to make the start of a collective negligible, small enough that most of a model's gradients
+are reduced while others are computed."""
 
 
 @dataclass(eq=False)
@@ -30,12 +30,12 @@ class BucketSlot:
     """One parameter's gradient.
 
     Attributes:
-        parameter: whose gradient it is.
-        name: of the parameter.
-        passes_left: backward passes until it is complete.
-        is_sparse: whether it has been sparse so far.
-        is_placeholder: whether the parameter is frozen and had no gradient: its zeros are there for the reduction only.
-        pending: the reduction of a sparse gradient.
+        parameter: The parameter.
+        name: Name of the parameter.
+        passes_left: Number of backward passes until the gradient is complete.
+        is_sparse: Whether the gradient has been sparse before.
+        is_placeholder: Whether the parameter is frozen and had no gradient: its zeros are only for the reduction.
+        pending: The reduction of a sparse gradient.
     """
 
     parameter: torch.nn.Parameter
@@ -51,12 +51,12 @@ class GradientBucket:
     """Gradients that travel together.
 
     Attributes:
-        number: of the optimizer.
-        index: of this bucket among the optimizer's.
-        slots: the gradients.
-        reduction: how they are reduced.
-        missing: how many gradients are not complete.
-        is_started: whether the reduction has been started.
+        number: Number of the optimizer.
+        index: Index of this bucket among the optimizer's buckets.
+        slots: The gradients.
+        reduction: The reduction of the gradients.
+        missing: Number of incomplete gradients.
+        is_started: Whether the reduction has been started.
     """
 
     number: InstanceNumber
@@ -65,23 +65,23 @@ class GradientBucket:
     reduction: GradientReduction
     missing: int = 0
     is_started: bool = False
-    _pending: PendingResult | None = None  # of the dense gradients; sparse ones have one each, in their slots
-    _packed: list[tuple[BucketSlot, torch.Tensor, Any]] = field(default_factory=list)  # what travels, and its context
+    _pending: PendingResult | None = None  # of the dense gradients; each sparse one has its own, in its slot
+    _packed: list[tuple[BucketSlot, torch.Tensor, Any]] = field(default_factory=list)  # what is sent, with contexts
 
     @property
     def is_touched(self) -> bool:
-        """Whether a backward pass has completed any of the gradients, or they are being reduced."""
+        """Whether a backward pass has completed any gradient, or the gradients are being reduced."""
         return self.is_started or self.missing < len(self.slots)
 
     def start(self, *, wake: bool) -> None:
-        """Send the gradients; those that this rank has not computed count as zeros."""
+        """Send the gradients; gradients that this rank has not computed count as zeros."""
         self.is_started = True
         self._packed = []
         reduction = self.reduction
         for slot in self.slots:
             slot.is_placeholder = slot.parameter.grad is None and not slot.parameter.requires_grad
             gradient = _gradient(slot)
-            # Remembered: a rank whose batch does not reach the parameter must bring an empty sparse gradient, and not
+            # Remembered: a rank whose batch does not reach the parameter must contribute an empty sparse gradient, not
             # zeros, to the operations that the others start.
             slot.is_sparse = slot.is_sparse or gradient.is_sparse
             if gradient.is_sparse and reduction.sparse_as_dense:
@@ -96,19 +96,19 @@ class GradientBucket:
             self._pending = start_collective(OperationKind.ALLREDUCE, tensors, arguments, in_place=True, wake=wake)
 
     def finish(self, passes: int) -> None:
-        """Wait for the reduced gradients, put them into the parameters, and reset the bucket.
+        """Wait for the reduced gradients, store them in the parameters, and reset the bucket.
 
         Args:
-            passes: backward passes that complete the next gradients.
+            passes: Number of backward passes that complete the next gradients.
         """
         try:
             if self._pending is not None:
                 self._pending.wait()
                 for slot, tensor, ctx in self._packed:
                     merged = self.reduction.compression.decompress(tensor, ctx)
-                    if slot.is_sparse:  # reduced as a dense one, and expected by the optimizer as it was
+                    if slot.is_sparse:  # reduced as a dense gradient, but the optimizer expects a sparse one
                         merged = merged.to_sparse(1)
-                    if merged is not slot.parameter.grad:  # it was compressed, or sparse; else it was reduced in place
+                    if merged is not slot.parameter.grad:  # compressed or sparse; otherwise reduced in place
                         slot.parameter.grad = merged.to(slot.parameter.dtype)
             for slot in self.slots:
                 if slot.pending is not None:
@@ -119,7 +119,7 @@ class GradientBucket:
             self.reset(passes)
 
     def reset(self, passes: int) -> None:
-        """Expect the gradients of so many backward passes, and drop what is in progress."""
+        """Expect the gradients of `passes` backward passes, and drop reductions in progress."""
         self.is_started, self.missing = False, len(self.slots)
         self._pending, self._packed = None, []
         for slot in self.slots:
@@ -127,7 +127,7 @@ class GradientBucket:
 
 
 def _gradient(slot: BucketSlot) -> torch.Tensor:
-    """The parameter's gradient; zeros if it has none."""
+    """Return the parameter's gradient; zeros if it has none."""
     parameter = slot.parameter
     if parameter.grad is None:
         if slot.is_sparse:
@@ -140,7 +140,7 @@ def _gradient(slot: BucketSlot) -> torch.Tensor:
 
 
 def divide_by_size(parameters: Sequence[torch.nn.Parameter], limit: int) -> list[list[torch.nn.Parameter]]:
-    """The parameters, last ones first, in lists of up to `limit` bytes; a larger one is alone in its list."""
+    """Divide the parameters, last ones first, into lists of up to `limit` bytes; a larger one is alone in its list."""
     lists: list[list[torch.nn.Parameter]] = []
     room = 0
     for parameter in reversed(parameters):
@@ -156,14 +156,14 @@ def divide_by_size(parameters: Sequence[torch.nn.Parameter], limit: int) -> list
 def divide_into_groups(
     parameters: Sequence[torch.nn.Parameter], groups: int | Sequence[Sequence[torch.nn.Parameter]] | None
 ) -> list[list[torch.nn.Parameter]]:
-    """The parameters in lists that travel together, first those that the backward pass finishes first.
+    """Divide the parameters into lists that travel together, in the order in which a backward pass finishes them.
 
     Args:
-        parameters: in the order of the optimizer.
-        groups: the number of lists, or the lists themselves (parameters that are in none of them are divided by size);
-            None to divide all by size.
+        parameters: Parameters in the order of the optimizer.
+        groups: The number of lists, or the lists themselves (parameters in none of them are divided by size); None to
+            divide all by size.
 
-    Raises: ConfigurationError for parameters that are not the optimizer's, or are named twice.
+    Raises: ConfigurationError for parameters that are not the optimizer's, or are listed twice.
     """
     if groups is None:
         return divide_by_size(parameters, BUCKET_BYTES)

@@ -1,7 +1,7 @@
 """Reduces the gradients of a `DistributedOptimizer` while the backward pass computes them.
 
-A hook at each parameter counts its gradient as complete; a bucket whose gradients are all complete is started. The last
-bucket is left to `reduce`, which follows at once and does it without another thread.
+A hook on each parameter counts its gradient as complete; a bucket is started when all its gradients are complete. The
+last bucket is left to `reduce`, which follows immediately and needs no other thread.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ Parameter: TypeAlias = torch.nn.Parameter
 Groups: TypeAlias = int | Sequence[Sequence[Parameter]] | None
 
 _hooks: Any = WeakIdKeyDictionary()
-"""The hook of each parameter. It belongs to the newest optimizer: an elastic job makes one in each call of its
-function, and the former may still be referenced. That one reduces in `step`, if it is ever used again."""
+"""The hook of each parameter. It belongs to the newest optimizer: an elastic job creates one in each call of its
+function, and the former one may still be referenced. If that one is ever used again, it reduces in `step`."""
 
 
 class GradientReducer:
     """The gradients of one optimizer.
 
     Args:
-        optimizer: whose parameter groups are trained.
-        names: of its parameters.
-        reduction: how gradients are reduced.
-        passes: backward passes that add up before a step.
-        groups: see `divide_into_groups`.
+        optimizer: The optimizer that trains the parameters.
+        names: Names of its parameters.
+        reduction: The reduction of the gradients.
+        passes: Number of backward passes whose gradients are summed before a step.
+        groups: See `divide_into_groups`.
 
     Attributes:
-        buckets: the gradients; empty where this rank trains by itself.
-        passes: backward passes that add up before a step.
-        names: of the parameters.
+        buckets: The gradients; empty if this rank trains alone.
+        passes: Number of backward passes whose gradients are summed before a step.
+        names: Names of the parameters.
     """
 
     def __init__(
@@ -56,20 +56,21 @@ class GradientReducer:
         self._optimizer = optimizer  # not its groups: `load_state_dict` replaces their list
         self.names = dict(names)
         self._reduction = reduction
-        # Counted among those whose first parameter has the same name: ranks may come to use several optimizers in
-        # different orders. (Not by all of its parameters: where these differ, ranks must meet to say so.)
+        # Counted among the optimizers whose first parameter has the same name: ranks may first use several optimizers
+        # in different orders. (Not among those with equal names of all parameters: if these differ, ranks must meet in
+        # a collective to report it.)
         first = next((self.names[each] for group in optimizer.param_groups for each in group["params"]), "")
         self._number = InstanceNumber(f"torch.optimizer.{first}", reduction.process_set)
-        self._unsent = 0  # buckets that are not complete yet in this step
+        self._unsent = 0  # number of buckets that are not yet complete in this step
         self._in_backward = False  # for the timeline: whether a gradient of this step has been computed
-        # A process that is alone in an elastic job now may have peers later.
+        # A process that is currently alone in an elastic job may have peers later.
         has_peers = reduction.process_set.size() > 1 or current().elastic is not None
         self._is_active = reduction.process_set.included() and has_peers
         self.watch_new_parameters(groups)
 
     @property
     def is_busy(self) -> bool:
-        """Whether gradients have been computed that are not reduced."""
+        """Whether there are computed gradients that are not yet reduced."""
         return any(bucket.is_touched for bucket in self.buckets)
 
     def name_parameters(self, parameters: Iterable[Parameter]) -> None:
@@ -78,7 +79,7 @@ class GradientReducer:
             self.names.setdefault(parameter, f"added.{len(self.names)}")
 
     def watch_new_parameters(self, groups: Groups = None) -> None:
-        """Put parameters into buckets that require gradients and are in none: new ones, and those unfrozen since."""
+        """Put parameters that require gradients and have no bucket into buckets: new ones and newly unfrozen ones."""
         if not self._is_active:
             return
         watched = {id(slot.parameter) for bucket in self.buckets for slot in bucket.slots}
@@ -88,7 +89,7 @@ class GradientReducer:
             slots = [BucketSlot(parameter, self.names[parameter]) for parameter in members]
             bucket = GradientBucket(self._number, len(self.buckets), slots, self._reduction)
             bucket.reset(self.passes)
-            # Behind the others, whose indices, and so the names of their collectives, stay as they are.
+            # After the others, whose indices, and thus the names of their collectives, must not change.
             self.buckets.append(bucket)
             self._unsent = len(self.buckets)
             for slot in slots:
@@ -113,16 +114,16 @@ class GradientReducer:
                 bucket.missing -= 1
                 if not bucket.missing and not bucket.is_started:
                     self._unsent -= 1
-                    # Ranks may complete their buckets in different orders: each has a name, and begins when all have.
+                    # Ranks may complete buckets in different orders: each has a name, and starts when it is complete on all.
                     if self._unsent:
                         bucket.start(wake=True)
 
         return count_gradient
 
     def reduce(self) -> None:
-        """Wait until all gradients are reduced; those that were not computed count as zeros."""
+        """Wait until all gradients are reduced; gradients that were not computed count as zeros."""
         self.watch_new_parameters()
-        # All are requested before the first is waited for, so that they are fused.
+        # Request all before waiting for the first, so that they are fused.
         for bucket in self.buckets:
             if not bucket.is_started:
                 bucket.start(wake=False)

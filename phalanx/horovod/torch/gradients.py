@@ -1,4 +1,4 @@
-"""Gradients reduced over the ranks at once, for optimizers that are not from `torch.optim`."""
+"""Reduces all gradients over the ranks in one call, for optimizers that are not from `torch.optim`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from phalanx.horovod.torch.torch_framework import start_collective
 def reduce_gradients(
     gradients: Sequence[torch.Tensor | None], reduction: GradientReduction, name: str | None = None
 ) -> list[torch.Tensor | None]:
-    """Gradients reduced over the ranks, all of them together and in place; None stays None, sparse ones become dense.
+    """Reduce gradients over the ranks, all of them together and in place; None stays None, sparse ones become dense.
 
     Args:
-        gradients: of one step.
-        reduction: how they are reduced.
-        name: name of the collective.
+        gradients: Gradients of one step.
+        reduction: The reduction of the gradients.
+        name: Name of the collective.
     """
     arguments = reduction.arguments(name)
 
@@ -39,6 +39,6 @@ def reduce_gradients(
 
 
 def _writable(gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient; a copy if some of its elements are one number in memory, as those of a sum are."""
+    """Return the gradient; a copy if some of its elements share memory, as in the gradient of a sum."""
     repeats = any(step == 0 and size > 1 for step, size in zip(gradient.stride(), gradient.shape, strict=True))
     return gradient.contiguous() if repeats else gradient

@@ -1,4 +1,4 @@
-"""PyTorch's tensors as NumPy arrays and back."""
+"""Converts PyTorch tensors to NumPy arrays and back."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Array = np.ndarray[Any, Any]
 
 
 def shares_memory(tensor: torch.Tensor) -> bool:
-    """Whether `to_host` gives a view of the tensor itself, rather than of a copy."""
+    """Return whether `to_host` returns a view of the tensor itself, not of a copy."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def to_host(tensor: torch.Tensor) -> Array:
-    """The tensor's values as a contiguous array: the tensor's own memory if possible."""
+    """Return the tensor's values as a contiguous array: the tensor's memory if possible."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not shares_memory(tensor):
         tensor = tensor.cpu().contiguous()
@@ -31,9 +31,9 @@ def to_host(tensor: torch.Tensor) -> Array:
 
 
 def all_to_host(tensors: Sequence[torch.Tensor]) -> list[Array]:
-    """As `to_host` of each tensor; from a GPU, much faster.
+    """Apply `to_host` to all tensors; from a GPU, this is much faster than separate calls.
 
-    Raises: TypeError for anything else than tensors; UnsupportedError for sparse ones.
+    Raises: TypeError for anything but tensors; UnsupportedError for sparse ones.
     """
     for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
@@ -46,15 +46,15 @@ def all_to_host(tensors: Sequence[torch.Tensor]) -> list[Array]:
 
 
 def _tensor_over(array: Array) -> torch.Tensor:
-    """A tensor of the array's memory."""
-    array = np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray makes rows of single numbers
+    """Return a tensor that shares the array's memory."""
+    array = np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray converts scalars to rows
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def tensors_of(arrays: Sequence[Array], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of new arrays: of their memory, or copies on the devices of the inputs.
+    """Convert new arrays to tensors that share their memory, or to copies on the devices of the inputs.
 
     The counts that follow the result of an alltoall have no input and stay on the CPU, as in Horovod.
     """
@@ -66,7 +66,7 @@ def tensors_of(arrays: Sequence[Array], inputs: Sequence[torch.Tensor]) -> list[
 
 
 def write_back(arrays: Sequence[Array], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, with the values that were written to their arrays from `to_host`."""
+    """Return the tensors, with the values that were written to their arrays from `to_host`."""
     for tensor, array in zip(tensors, arrays, strict=True):
         if not shares_memory(tensor):
             tensor.detach().copy_(_tensor_over(array))

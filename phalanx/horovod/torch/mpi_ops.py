@@ -1,6 +1,6 @@
-"""Collectives of PyTorch's tensors, with Horovod's names and arguments; `framework_bindings` explains the forms.
+"""Collectives for PyTorch tensors, with Horovod's names and arguments; `framework_bindings` explains the forms.
 
-Tensors on other devices than the CPU pass through the host's memory. Functions that return new tensors have a gradient.
+Tensors on devices other than the CPU pass through host memory. Functions that return new tensors have a gradient.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def sparse_allreduce_async(
     """Start to reduce a sparse tensor by gathering the entries of all ranks.
 
     Args:
-        tensor: a sparse COO tensor.
-        name: identifies the operation; equal on all ranks.
+        tensor: A sparse COO tensor.
+        name: Name of the operation; equal on all ranks.
         op: Average (default) or Sum.
-        process_set: the ranks that take part.
+        process_set: The ranks that take part.
 
     Returns: a handle; `synchronize(handle)`, or calling it, returns a sparse tensor.
     """

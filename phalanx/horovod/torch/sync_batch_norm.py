@@ -1,7 +1,7 @@
 """Batch normalization over the batches of all ranks. The name is Horovod's.
 
-Mean and variance come from two sums over the ranks, one after the other, so that no digits are lost; gradients flow
-back through those sums (Ioffe and Szegedy 2015, section 3).
+Mean and variance are computed from two sequential sums over the ranks, to avoid a loss of precision; gradients flow
+back through these sums (Ioffe and Szegedy 2015, section 3).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Tensor: TypeAlias = torch.Tensor
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """Batch normalization whose statistics, during training, are those of all ranks' batches together.
+    """Batch normalization that, during training, uses the statistics of all ranks' batches combined.
 
-    Outputs and input gradients are those of one process on the whole batch, even if the ranks' batches differ in size.
-    Gradients of weight and bias are local, as for every parameter; `DistributedOptimizer` reduces them. All ranks must
-    compute the layers in the same order. Works on any device (in Horovod, only on GPUs).
+    Outputs and input gradients equal those of one process on the whole batch, even if the ranks' batches differ in
+    size. Gradients of weight and bias are local, as for every parameter; `DistributedOptimizer` reduces them. All ranks
+    must compute the layers in the same order. Works on any device (in Horovod, only on GPUs).
 
     Args: as for `torch.nn.BatchNorm2d`. Inputs have the shape (samples, features, ...).
 
-    Raises: ConfigurationError for inputs of another shape, or if all ranks together have one value for each feature.
+    Raises: ConfigurationError for inputs of another shape, or if there is only one value per feature on all ranks.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         x = input.to(torch.float32) if input.dtype in (torch.float16, torch.bfloat16) else input
         others, beside = [0, *range(2, x.dim())], [1, -1, *[1] * (x.dim() - 2)]
         name = f"sync_batch_norm.{int(self._hvd_number)}"
-        # In float64, since a count must be exact.
+        # In float64, since the count must be exact.
         own = torch.tensor([x.numel() // self.num_features], dtype=torch.float64, device=x.device)
         sums = allreduce(torch.cat([own, x.sum(others, dtype=torch.float64)]), op=Sum, name=f"{name}.sums")
         count = float(sums[0].detach())
@@ -79,7 +79,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         return result.to(input.dtype)
 
     def _update_running(self, mean: Tensor, variance: Tensor, count: float) -> None:
-        """As in PyTorch, the running variance is that of the population of which the batch is a sample."""
+        """Update the running statistics. As in PyTorch, the running variance is the unbiased estimate."""
         assert self.num_batches_tracked is not None
         self.num_batches_tracked += 1
         momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum

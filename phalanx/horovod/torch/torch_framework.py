@@ -1,6 +1,6 @@
-"""PyTorch's tensors in collectives, differentiable.
+"""Differentiable collectives for PyTorch tensors.
 
-An allreduce can be differentiated any number of times, since its gradient is an allreduce. Of the other collectives a
+An allreduce can be differentiated any number of times, since its gradient is an allreduce. For other collectives, the
 gradient of the gradient is an error.
 """
 
@@ -31,13 +31,13 @@ class _Once(torch.autograd.Function):
 
 
 def differentiable_once(function: Callable[..., Sequence[Tensor]], *upstream: Tensor) -> Any:
-    """A function of gradients, with an error for a second differentiation.
+    """Call a function of gradients, with an error for a second differentiation.
 
-    PyTorch's own `once_differentiable` raises in `backward` only: `torch.autograd.grad` bypasses it.
+    PyTorch's `once_differentiable` raises only in `backward`: `torch.autograd.grad` bypasses it.
 
     Args:
-        function: computes gradients of the inputs.
-        upstream: gradients of the results.
+        function: Function that computes gradients of the inputs.
+        upstream: Gradients of the results.
 
     Raises: UnsupportedError when the result is differentiated.
     """
@@ -62,7 +62,7 @@ class _Collective(torch.autograd.Function):
             operations.check_differentiable(arguments)
             return None, None, *_Collective.apply(kind, arguments, *grads)  # type: ignore[no-untyped-call]
 
-        # An alltoall has one result more than inputs, the counts, through which nothing flows back.
+        # An alltoall has one more result than inputs, the counts, through which no gradient flows.
         def back(*own: Tensor) -> list[Tensor]:
             return tensors_of(operations.gradient(kind, [to_host(grad) for grad in own], arguments, rows), own)
 

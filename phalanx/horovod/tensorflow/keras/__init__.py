@@ -1,4 +1,4 @@
-"""The other name of `phalanx.horovod.keras`, as Horovod has it: `import phalanx.horovod.tensorflow.keras as hvd`."""
+"""An alias of `phalanx.horovod.keras`, as in Horovod: `import phalanx.horovod.tensorflow.keras as hvd`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other name of `phalanx.horovod.keras.callbacks`, as Horovod has it."""
+"""An alias of `phalanx.horovod.keras.callbacks`, as in Horovod."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 There are two ways to record them:
 
-- `record_batch`: all ranks have processed a batch of this size. Since samples are dealt out in turn, these are the next
-  ones of the order that all ranks share, so one number is enough and no communication is needed.
+- `record_batch`: all ranks have processed a batch of this size. Since samples are assigned round-robin, these are the
+  next ones in the order shared by all ranks, so one number is enough and no communication is needed.
 - `record_indices`: this rank has processed these samples. The others receive them at the next commit.
 """
 
@@ -20,23 +20,23 @@ from phalanx.horovod.basics import rank, size
 
 
 class ElasticSampler(torch.utils.data.Sampler[int]):
-    """This rank's samples of each epoch: those that have not been processed, dealt out in turn.
+    """This rank's share of each epoch: unprocessed samples, assigned round-robin.
 
-    If they cannot be dealt out equally, the first ones are used twice, so that all ranks have the same number.
+    If they cannot be divided equally, the first ones are used twice, so that all ranks have the same number.
 
     Make it a part of the `TorchState`, call `record_batch` after each batch, and `set_epoch` at the end of each epoch
-    (at its beginning, it would restart an epoch that continues).
+    (at the start, it would restart an epoch that continues).
 
     Args:
-        dataset: a dataset of constant length.
-        shuffle: whether each epoch has a different order.
-        seed: seed of the order; the same on all ranks.
+        dataset: A dataset of constant length.
+        shuffle: Whether each epoch has a different order.
+        seed: Seed of the order; equal on all ranks.
 
     Attributes:
-        epoch: number of the epoch, which determines the order.
-        processed_num: number of samples processed, from the beginning of the epoch's order.
-        processed_indices: the samples processed, if some were recorded by `record_indices`.
-        remaining_indices: the samples that were left when they were dealt out, in order.
+        epoch: Number of the epoch, which determines the order.
+        processed_num: Number of processed samples, from the start of the epoch's order.
+        processed_indices: The processed samples, if some were recorded by `record_indices`.
+        remaining_indices: The samples that remained at the last assignment, in order.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0):
@@ -49,19 +49,19 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Start an epoch, of which nothing is processed."""
+        """Start an epoch without processed samples."""
         self.epoch = epoch
         self.processed_num = 0
         self.processed_indices = set()
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that all ranks have processed a batch of this size, the one behind the last that was recorded so.
+        """Record that all ranks have processed the next batch of this size.
 
         Args:
-            batch_idx: not needed; as in Horovod.
-            batch_size: samples of each rank. Those that were recorded by `record_indices` are not passed over: use one
-                of the two in an epoch.
+            batch_idx: Not used; Horovod has it.
+            batch_size: Number of samples of each rank. Samples recorded by `record_indices` are not skipped: use only
+                one of the two methods in an epoch.
         """
         rows = batch_size * self.num_replicas
         if self.processed_indices:
@@ -72,7 +72,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that this rank has processed these samples; all ranks must record theirs before the next commit."""
-        # One of the two ways at a time: what the number says becomes a set first.
+        # Only one of the two representations at a time: convert the number to a set first.
         if self.processed_num:
             order = self._order()
             self.processed_indices.update(order[: self.processed_num])
@@ -80,16 +80,16 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_indices.update(int(index) for index in indices)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """This rank's samples in the batch of this number, counted since samples were dealt out."""
+        """Return this rank's samples in the batch with this number, counted since the last assignment."""
         own = list(self)
         return own[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
     def unite(self, processed_indices: set[int]) -> None:
-        """Set the samples that were processed on any rank."""
+        """Set the samples that any rank has processed."""
         self.processed_indices = processed_indices
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch and the samples processed."""
+        """Return the epoch and the processed samples."""
         return {
             "epoch": self.epoch,
             "processed_num": self.processed_num,
@@ -97,17 +97,17 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state, with the present ranks."""
+        """Continue from a state, with the current ranks."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
         self.processed_indices = set(state_dict.get("processed_indices", ()))
         self.reset()
 
     def reset(self) -> None:
-        """Deal out the remaining samples to the present ranks."""
+        """Assign the remaining samples to the current ranks."""
         self.num_replicas = size()
         self.rank = rank()
-        self._recorded = 0  # samples of `remaining_indices` that `record_batch` has counted
+        self._recorded = 0  # number of `remaining_indices` that `record_batch` has counted
         left = self._order()[self.processed_num :]
         self.remaining_indices = [index for index in left if index not in self.processed_indices]
         self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
@@ -120,13 +120,13 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return self.num_samples
 
     def _order(self) -> list[int]:
-        """All samples, in the order of this epoch."""
+        """Return all samples, in the order of this epoch."""
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
         return order
 
     def _dealt(self, start: int, stop: int) -> list[int]:
-        """A part of the samples that all ranks are dealt in turn, repeated if fewer samples than ranks are left."""
+        """Return a part of the samples assigned to all ranks, repeated if fewer samples than ranks remain."""
         left = self.remaining_indices
         return [left[index % len(left)] for index in range(start, min(stop, self.total_size))]

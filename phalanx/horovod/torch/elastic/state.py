@@ -1,4 +1,4 @@
-"""The state of a PyTorch program: modules, optimizers, schedulers, samplers. Names and meaning are Horovod's.
+"""The state of a PyTorch program: modules, optimizers, schedulers, samplers. Names and semantics are Horovod's.
 
 A handler saves, restores and synchronizes the objects of one type. `get_handler_registry` lists the handlers by type;
 `set_handler_registry` replaces the list.
@@ -24,35 +24,35 @@ class StateHandler:
     """Saves, restores and synchronizes one object of a `TorchState`.
 
     Args:
-        value: the object.
+        value: The object.
     """
 
     def __init__(self, value: Any):
         self.value = value
 
     def prepare(self) -> None:
-        """Communicate with the other members before `save`; all of them call."""
+        """Communicate with the other members before `save`; all of them call this."""
 
     def save(self) -> None:
-        """Save the object as it is now, without communication."""
+        """Save the current object, without communication."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Restore what was saved last."""
+        """Restore the last saved object."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Overwrite the object with that of rank 0; all members call."""
+        """Overwrite the object with rank 0's; all members call this."""
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
-        """Handle another object from now on."""
+        """Handle and save another object instead."""
         self.value = value
         self.save()
 
 
 class _WithStateDict(StateHandler):
-    """For objects with `state_dict` and `load_state_dict`."""
+    """Handler of objects with `state_dict` and `load_state_dict`."""
 
     def __init__(self, value: Any):
         super().__init__(value)
@@ -67,28 +67,28 @@ class _WithStateDict(StateHandler):
 
 
 class ModelStateHandler(_WithStateDict):
-    """For modules."""
+    """Handler of modules."""
 
     def sync(self) -> None:
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
 class OptimizerStateHandler(_WithStateDict):
-    """For optimizers, distributed or not."""
+    """Handler of optimizers, distributed or not."""
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
 class LRSchedulerStateHandler(_WithStateDict):
-    """For learning rate schedulers."""
+    """Handler of learning rate schedulers."""
 
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="elastic.scheduler"))
 
 
 class SamplerStateHandler(_WithStateDict):
-    """For an `ElasticSampler`: what one member has recorded counts as processed on all once it is saved."""
+    """Handler of an `ElasticSampler`: samples recorded by one member count as processed on all after a save."""
 
     def prepare(self) -> None:
         self.value.unite(_union(self.value.processed_indices))
@@ -101,15 +101,15 @@ class TorchState(ObjectState):
     """The state of a PyTorch program, each part an attribute.
 
     Args:
-        model: a module.
-        optimizer: an optimizer.
-        kwargs: more objects: modules, optimizers, schedulers, samplers, and others that have a handler; all others are
-            saved as by `ObjectState`.
+        model: A module.
+        optimizer: An optimizer.
+        kwargs: More objects: modules, optimizers, schedulers, samplers, and others with a handler. Objects without a
+            handler are saved as in `ObjectState`.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **kwargs: Any):
         parts = {**kwargs, "model": model, "optimizer": optimizer}
-        # Set before the attributes, on which `__setattr__` looks for handlers.
+        # Set before the attributes, because `__setattr__` looks for handlers.
         self._handlers = {name: handler for name, value in parts.items() if (handler := _handler_of(value)) is not None}
         for name, handler in self._handlers.items():
             vars(self)[name] = handler.value
@@ -117,7 +117,7 @@ class TorchState(ObjectState):
 
     def save(self) -> None:
         """See `State.save`."""
-        # Whatever can fail with a lost member first; nothing is saved until then.
+        # First everything that can fail with a lost member; nothing is saved before that.
         for handler in self._handlers.values():
             handler.prepare()
         self._keep()
@@ -147,7 +147,7 @@ class TorchState(ObjectState):
             self._handlers[name].set_value(value)
 
     def _keep(self) -> None:
-        """Save without communication, so that it happens as a whole or, if this process is lost, not at all."""
+        """Save without communication, so that all is saved or, if this process is lost, nothing."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
@@ -164,12 +164,12 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """Types and their handlers; the first that fits is used."""
+    """Return types and their handlers; the first matching type is used."""
     return _registry
 
 
 def set_handler_registry(registry: Registry) -> None:
-    """Use these handlers for each `TorchState` created from now on."""
+    """Use these handlers for every new `TorchState`."""
     global _registry
     _registry = registry
 
@@ -179,6 +179,6 @@ def _handler_of(value: Any) -> StateHandler | None:
 
 
 def _union(own: set[int]) -> set[int]:
-    """The union of all members' sets."""
+    """Return the union of all members' sets."""
     (indices,) = operations.run(OperationKind.ALLGATHER, [np.array(sorted(own), np.int64)])
     return set(indices.tolist())
