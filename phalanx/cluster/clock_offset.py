@@ -38,7 +38,7 @@ def answer_ping(link: Link, clock: Clock, *, timeout_s: float) -> None:
 def exchange_ping(link: Link, clock: Clock, *, timeout_s: float, payload: bytes = b"") -> tuple[float, float]:
     """Ping the other end.
 
-    Returns: the ns until the answer arrived, and the ns by which the other clock is ahead.
+    Returns: the ns until the answer arrived, and the lead of the other clock in ns.
     """
     deadline = time.monotonic() + timeout_s
     clock_before, before = clock(), time.monotonic_ns()
@@ -49,10 +49,8 @@ def exchange_ping(link: Link, clock: Clock, *, timeout_s: float, payload: bytes 
 
 
 def fastest_ping(link: Link, clock: Clock, *, timeout_s: float) -> tuple[float, float]:
-    """Return the result of the `exchange_ping` with the shortest round trip, which schedulers disturbed least.
-
-    The offset is uncertain by half the round trip.
-    """
+    """Return the `exchange_ping` with the shortest round trip, which schedulers disturbed least. The uncertainty of its
+    offset is half the round trip."""
     until = time.monotonic() + PINGS_S
     found = [exchange_ping(link, clock, timeout_s=timeout_s)]
     while len(found) < PINGS and time.monotonic() < until:

@@ -42,7 +42,7 @@ class LinkMeasurement:
 
     Attributes:
         round_trip_s: Shortest round trip of several small messages.
-        clock_offset_s: Seconds by which the other clock is ahead of this one; uncertain by half the round trip.
+        clock_offset_s: Lead of the other clock over this one in seconds; uncertain by half the round trip.
         bytes_per_s: Bandwidth of one large message to the other task.
     """
 
@@ -78,10 +78,8 @@ class LinkBenchmarkService:
         ).start()
 
     def wait_for(self, tasks: set[str], timeout_s: float) -> None:
-        """Wait until these tasks have measured their link to this one and no measurement is running.
-
-        After the timeout, do not wait for tasks that have not started.
-        """
+        """Wait until these tasks have measured their link to this one and no measurement is running. The timeout is for
+        tasks that have not started."""
         with self._changed:
             self._changed.wait_for(lambda: tasks <= self._finished and not self._open_links, timeout=timeout_s)
             self._changed.wait_for(lambda: not self._open_links, timeout=self._idle_timeout_s)

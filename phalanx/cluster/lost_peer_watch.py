@@ -23,7 +23,7 @@ class LostPeerWatch:
     """A thread that waits for the end of any link of a membership. It reads nothing: others use the links.
 
     Args:
-        membership: The membership. All members leave together; a link that ends before `close` is a loss.
+        membership: The watched membership. Members leave at the same time: a link that ends before `close` is a loss.
         activity: The activity that a loss interrupts, for the error message.
         on_loss: Function called once, in the thread, with the first loss.
 

@@ -150,10 +150,8 @@ class MemberLinks:
                     link.close()
 
     def _take_over_former(self, generation: int) -> None:
-        """Use links of a generation that this process abandoned before it took them.
-
-        Their dialers keep them and do not dial again.
-        """
+        """Use links of a generation that this process abandoned before it took them: their dialers keep them and do not
+        dial again."""
         with self._changed:
             for incarnation, (details, link) in list(self._arrived.items()):
                 if details == _details_of(generation):

@@ -46,7 +46,7 @@ class JoinResponse(msgspec.Struct, frozen=True):
 
     Attributes:
         has_begun: Whether the job is already running, so that the process is a candidate.
-        initial_world_size: Number of members with which the job started or will start.
+        initial_world_size: Number of members at the start of the job.
     """
 
     has_begun: bool

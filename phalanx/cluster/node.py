@@ -102,8 +102,7 @@ def join(
         timeout_s: Seconds to wait for the others; PHALANX_RENDEZVOUS_TIMEOUT if not given.
 
     Raises:
-        ConfigurationError: the description of the cluster is invalid, the port is taken, or the task is already
-            running.
+        ConfigurationError: the cluster's description is invalid, the port is taken, or the task is already running.
         RendezvousError: tasks did not arrive in time; the message names them and the reasons.
         DisagreementError: tasks differ in what must be equal; raised on all of them with the same message.
         HandshakeError: a task has a different secret, or another program listens at its address.

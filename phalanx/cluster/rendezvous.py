@@ -146,7 +146,7 @@ class _MemberRendezvous:
         me, state = self._me, self._state
         chief, details = me.tasks[CHIEF_RANK], msgspec.msgpack.encode(me.description)
         absent_since = time.monotonic()
-        # Start of the period in which every attempt was answered without success, or in which nothing listened there.
+        # Times since which every attempt was answered without success, or nothing listened there.
         failing_since = refused_since = None
         answer = ""  # the last one: more informative than that nothing listens there any longer
         while True:

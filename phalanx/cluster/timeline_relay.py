@@ -182,10 +182,8 @@ def start_recording(node: Node, path: Path, *, overwrite: bool = False, marks_cy
 
 
 def start_worker_recording(me: TaskIdentity, path: Path) -> None:
-    """Start recording a worker of a job with parameter servers, as `start_recording` does for other jobs.
-
-    Its workers have no links to each other, so the timeline contains only those on the host of the first worker.
-    """
+    """Start recording a worker of a job with parameter servers. Its workers have no links to each other, so the
+    timeline contains only those on the host of the first worker."""
     config = me.config
     if timeline.current.on:
         return
@@ -209,10 +207,8 @@ def stop_recording() -> None:
 
 
 def _find_writer(chief: Member, me: TaskIdentity) -> tuple[RemoteTimelineSink, tuple[float, float]] | None:
-    """Wait until the chief accepts events; return a sink to it and its `clock_offset`.
-
-    Returns None, with a warning, if the chief does not accept them.
-    """
+    """Wait until the chief accepts events; return a sink to it and its `clock_offset`. If the chief does not accept
+    them, warn and return None."""
     address = Address.parse(chief.address, where=chief.task)
     until = time.monotonic() + MESSAGE_TIMEOUT_S
     while True:

@@ -25,9 +25,8 @@ NAME = "best_evaluation"
 
 
 class BestCheckpoint:
-    """Keeps the best checkpoint as `best_evaluation.weights.h5` (or `.keras`, the format of the training).
-
-    A `.json` file next to it contains its step and metrics. A restarted evaluator reads it.
+    """Keeps the best checkpoint as `best_evaluation.weights.h5` (or `.keras`, the format of the training), next to a
+    `.json` file with its step and metrics, which a restarted evaluator reads.
 
     Args:
         monitor: The metric that decides; the prefix `val_` is ignored.

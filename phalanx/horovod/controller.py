@@ -112,7 +112,7 @@ class Controller:
         """Request an operation. The part's arrays belong to it until it is done.
 
         Args:
-            request: What must be equal on all ranks.
+            request: The properties that must be equal on all ranks.
             part: This rank's arrays.
             wake: Whether to wake the background thread; False if the caller waits immediately.
             queue: Whether an operation whose name is in use starts when the other is done; otherwise this is an error.
@@ -279,11 +279,8 @@ class Controller:
             handle.finish()
 
     def _execute(self, results: Sequence[NegotiationResult], waiting: Mapping[str, OperationHandle]) -> None:
-        """Run the ready operations with this rank's handles of the round.
-
-        `_waiting` may have changed since: after `close` it holds fewer handles, so this rank would contribute zeros;
-        after `join`, newer ones that were not negotiated.
-        """
+        """Run the ready operations with this rank's handles of the round. Meanwhile `_waiting` may hold fewer (after
+        `close`, so this rank would contribute zeros) or newer ones (after `join`, which were not negotiated)."""
         for result in results:
             if result.error:
                 error = HorovodInternalError.of(CollectiveMismatchError(result.error))

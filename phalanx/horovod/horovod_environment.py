@@ -1,4 +1,4 @@
-"""The settings in Horovod's environment variables, read once, when the job is joined."""
+"""The settings in Horovod's environment variables, read once, when the process joins the job."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class HorovodJob:
 
     @property
     def has_secret(self) -> bool:
-        """Whether all members know the job's secret. True if this process is alone."""
+        """Whether all members have the job's secret. True if this process is alone."""
         return self._node.config.secret is not None or self.membership.world_size == 1
 
     @property
@@ -209,7 +209,7 @@ class HorovodJob:
             path: Path of the file.
             marks_cycles: Whether to mark the cycles of the controller.
 
-        Raises: as `timeline_relay.begin`.
+        Raises: as `timeline_relay.start_recording`.
         """
         timeline_relay.start_recording(self._node, path.absolute(), overwrite=True, marks_cycles=marks_cycles)
 

@@ -22,7 +22,7 @@ _early: list[weakref.ref[InstanceNumber]] = []
 
 
 class InstanceNumber:
-    """The number of an instance among those of its kind and process set: `int(number)`."""
+    """The number of an instance among the instances of its kind and process set: `int(number)`."""
 
     def __init__(self, kind: str, process_set: ProcessSet):
         self._kind = kind

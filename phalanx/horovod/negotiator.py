@@ -33,8 +33,7 @@ _log = logging.getLogger(__name__)
 
 _NOTHING_NEW = 0
 _FIRST_REQUEST = 1
-"""Positions of a round's bits: the first is set if this rank has nothing new, the others for the cached requests that
-it waits for."""
+"""Positions of a round's bits: the first means "nothing new", the others stand for awaited cached requests."""
 _NAMES_IN_MESSAGES = 5
 
 

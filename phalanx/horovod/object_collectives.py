@@ -26,10 +26,10 @@ def broadcast_object(
     """Send a Python object from one rank to all.
 
     Args:
-        obj: the object; ignored on other ranks than the root.
-        root_rank: rank in the job whose object is sent.
-        name: identifies the operation; equal on all ranks.
-        process_set: the ranks that take part.
+        obj: The object; ignored on ranks other than the root.
+        root_rank: Rank in the job whose object is sent.
+        name: Name of the operation; equal on all ranks.
+        process_set: The ranks that take part.
 
     Returns: the object of the root.
 
@@ -45,9 +45,9 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """Gather a Python object from each rank.
 
     Args:
-        obj: this rank's object.
-        name: identifies the operation; equal on all ranks.
-        process_set: the ranks that take part.
+        obj: This rank's object.
+        name: Name of the operation; equal on all ranks.
+        process_set: The ranks that take part.
 
     Returns: the objects in rank order.
 

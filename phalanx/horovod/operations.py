@@ -115,13 +115,12 @@ class Verb(NamedTuple):
     """A collective: one row of the table.
 
     Attributes:
-        check: Function of the kind, arrays, arguments and number of ranks. Raises ConfigurationError for arguments that
-            the collective does not support.
+        check: Function of kind, arrays, arguments and number of ranks; raises ConfigurationError for invalid arguments.
         gradient: Function that computes the gradients of the inputs from the gradients of the results, the arguments,
             and `rows` (see `gradient` below).
         is_reduction: Whether ranks must agree on `op` and the factors.
         rows_may_differ: Whether the arrays of two ranks may have different numbers of rows.
-        changes_rows: Whether the number of rows of the result can differ from that of the input.
+        changes_rows: Whether the result can have another number of rows than the input.
     """
 
     check: Callable[[OperationKind, Sequence[Array], Arguments, int], None]
@@ -145,8 +144,7 @@ def start(
 
     Args:
         kind: The collective.
-        arrays: Arrays whose number and dtypes are equal on all ranks; so are shapes, unless the verb allows different
-            numbers of rows.
+        arrays: Arrays, equal on all ranks in number, dtypes and shapes (except for rows, if the verb lets them vary).
         arguments: Arguments that are equal on all ranks, except `splits`.
         outs: Contiguous arrays that receive the result, possibly `arrays` themselves; None for new arrays.
         wake: Whether to wake the background thread; False if the caller waits immediately, which is faster.
@@ -207,7 +205,7 @@ def gradient(
 
 
 def changes_rows(kind: OperationKind) -> bool:
-    """Whether the number of rows of a collective's result can differ from that of its input."""
+    """Return whether a collective's result can have another number of rows than its input."""
     return _VERBS[kind].changes_rows
 
 

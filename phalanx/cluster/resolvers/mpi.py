@@ -18,7 +18,7 @@ _READER = "MPIClusterResolver"
 
 @dataclass(frozen=True, slots=True)
 class _Launcher:
-    """The variables with which a launcher gives each process its rank."""
+    """The variables in which a launcher passes each process its rank."""
 
     rank: str
     size: str

@@ -96,7 +96,7 @@ class ProcessSet:
 
 
 class _Global(ProcessSet):
-    """All ranks, which are known after the job is joined."""
+    """All ranks, which are known after joining the job."""
 
     def __init__(self) -> None:
         super().__init__(())

@@ -78,7 +78,7 @@ class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     Args:
         device: Ignored.
-        process_set: the ranks that train together.
+        process_set: The ranks that train together.
 
     Raises: HorovodInternalError if the ranks log different metrics.
     """

@@ -127,8 +127,7 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
 
     Args:
         state: A `State`.
-        batches_per_commit: Number of batches between two commits; at most these are repeated after the loss of a
-            member.
+        batches_per_commit: Batches between two commits; after the loss of a member, at most these are repeated.
     """
 
     def __init__(self, state: State, batches_per_commit: int = 1) -> None:
@@ -206,7 +205,7 @@ class UpdateEpochStateCallback(_Progress):
     """Sets `state.epoch` to the number of completed epochs.
 
     Args:
-        state: a state with a value `epoch`.
+        state: A state with a value `epoch`.
     """
 
     def __init__(self, state: Any) -> None:

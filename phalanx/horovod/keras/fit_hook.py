@@ -160,7 +160,7 @@ class _Accumulation:
         for index, value in taken.items():
             values[index] = keras.ops.zeros_like(value)
         before, state["optimizer_variables"] = state["optimizer_variables"], values
-        # Accumulated gradients are already unscaled, those of the step are not.
+        # Accumulated gradients are already unscaled; the step's gradients are not.
         scale = 1.0 if self._scale is None else float(values[self._scale])
         try:
             yield [
@@ -252,7 +252,7 @@ class _GradientMerge(Merge):
         return flats
 
     def _reduce(self, gradients: Sequence[Array], outs: Sequence[Array]) -> None:
-        if not self._reduction.is_included:  # it trains by itself
+        if not self._reduction.is_included:  # it trains alone
             for out, gradient in zip(outs, gradients, strict=True):
                 np.multiply(gradient, gradient.dtype.type(self._reduction.factor), out=out)
             return

@@ -48,7 +48,7 @@ def broadcast_variables(
     """Overwrite Keras variables with their values on rank `root_rank`; they travel together.
 
     Args:
-        variables: Variables, equal in number, shapes and dtypes on all ranks of the process set.
+        variables: Matching variables on all ranks of the process set.
         root_rank: Rank in the job whose values are sent.
         process_set: The ranks that take part; other ranks keep their values.
         inplace: Ignored.

@@ -131,8 +131,8 @@ def DistributedOptimizer(
         optimizer: Any Keras optimizer.
         name: Ignored, as are `device_dense`, `device_sparse`, `num_groups` and `groups`: all gradients are fused.
         compression: A compressor, see `Compression`.
-        sparse_as_dense: On TensorFlow, whether `tf.IndexedSlices` are converted to dense tensors. Otherwise the slices
-            of all ranks are gathered.
+        sparse_as_dense: Whether `tf.IndexedSlices` of TensorFlow become dense tensors, instead of gathering the slices
+            of all ranks.
         gradient_predivide_factor: See `GradientReduction`.
         op: The reduction.
         backward_passes_per_step: Number of batches whose gradients are summed before a step (Keras's
@@ -305,7 +305,7 @@ class _DistributedClass:
         return _plain_class(type(self))._unpickle_model, reduced[1]
 
     def __copy__(self) -> Any:
-        """Make the copy reduce, too. Keras would create a plain optimizer, so each rank would train alone."""
+        """Return a copy that also reduces. Keras would create a plain optimizer, so each rank would train alone."""
         make, arguments = self.__reduce__()
         return _reducing_like(type(self), make(*arguments))
 

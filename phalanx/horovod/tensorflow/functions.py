@@ -23,8 +23,7 @@ def broadcast_variables(
     """Overwrite variables with their values on rank `root_rank`.
 
     Args:
-        variables: Variables of TensorFlow or Keras (`model.variables`, `optimizer.variables`), equal in number, shapes
-            and dtypes on all ranks.
+        variables: Matching variables on all ranks, of TensorFlow or Keras (`model.variables`, `optimizer.variables`).
         root_rank: Rank in the job whose values are sent.
         process_set: The ranks that take part.
         inplace: Ignored; the result is the same.
@@ -92,11 +91,11 @@ def broadcast_object(
     """Send a Python object from one rank to all.
 
     Args:
-        obj: the object; ignored on other ranks than the root.
-        root_rank: rank in the job whose object is sent.
-        session: ignored; kept for programs written for Horovod.
-        name: identifies the operation; equal on all ranks.
-        process_set: the ranks that take part.
+        obj: The object; ignored on ranks other than the root.
+        root_rank: Rank in the job whose object is sent.
+        session: Ignored; accepted for programs written for Horovod.
+        name: Name of the operation; equal on all ranks.
+        process_set: The ranks that take part.
 
     Returns: the object of the root.
 
@@ -111,10 +110,10 @@ def allgather_object(
     """Gather a Python object from each rank.
 
     Args:
-        obj: this rank's object.
-        session: ignored; kept for programs written for Horovod.
-        name: identifies the operation; equal on all ranks.
-        process_set: the ranks that take part.
+        obj: This rank's object.
+        session: Ignored; accepted for programs written for Horovod.
+        name: Name of the operation; equal on all ranks.
+        process_set: The ranks that take part.
 
     Returns: the objects in rank order.
 

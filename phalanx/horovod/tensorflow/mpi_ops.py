@@ -166,7 +166,7 @@ def broadcast_(
     """Overwrite variables with their values on rank `root_rank`; they travel together.
 
     Args:
-        variables: `tf.Variable`s, equal in number, shapes and dtypes on all ranks.
+        variables: `tf.Variable`s, matching on all ranks.
         root_rank: Rank in the job whose values are sent.
         name: Name of the operation; equal on all ranks.
         process_set: The ranks that take part.

@@ -85,8 +85,7 @@ def DistributedGradientTape(
         gradtape: The original tape. Do not use it afterwards.
         device_dense: Ignored, as are `device_sparse`, `num_groups` and `groups`: all gradients are fused.
         compression: A compressor, see `Compression`.
-        sparse_as_dense: Whether `tf.IndexedSlices` are converted to dense tensors. Otherwise the slices of all ranks
-            are gathered.
+        sparse_as_dense: Whether `tf.IndexedSlices` become dense tensors, instead of gathering the slices of all ranks.
         op: The reduction.
         gradient_predivide_factor: See `GradientReduction`.
         process_set: The ranks that train together.

@@ -56,9 +56,8 @@ class GradientReducer:
         self._optimizer = optimizer  # not its groups: `load_state_dict` replaces their list
         self.names = dict(names)
         self._reduction = reduction
-        # Counted among the optimizers whose first parameter has the same name: ranks may first use several optimizers
-        # in different orders. (Not among those with equal names of all parameters: if these differ, ranks must meet in
-        # a collective to report it.)
+        # Counted among optimizers with the same name of the first parameter: ranks may start to use optimizers in
+        # different orders. (Not of all parameters: if these differ, ranks must meet in a collective to report it.)
         first = next((self.names[each] for group in optimizer.param_groups for each in group["params"]), "")
         self._number = InstanceNumber(f"torch.optimizer.{first}", reduction.process_set)
         self._unsent = 0  # number of buckets that are not yet complete in this step
@@ -114,7 +113,7 @@ class GradientReducer:
                 bucket.missing -= 1
                 if not bucket.missing and not bucket.is_started:
                     self._unsent -= 1
-                    # Ranks may complete buckets in different orders: each has a name, and starts when it is complete on all.
+                    # Ranks may complete buckets in different orders: each is named, and starts when complete on all.
                     if self._unsent:
                         bucket.start(wake=True)
 

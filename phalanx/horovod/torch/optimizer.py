@@ -235,10 +235,8 @@ class _StepReduction:
 
 @contextmanager
 def _groups_kept(optimizer: Any) -> Iterator[None]:
-    """Within the context, where a state is loaded, keep the parameter groups and copy the loaded options into them.
-
-    A scheduler created for the original optimizer sets the learning rate in these groups; PyTorch would replace them.
-    """
+    """Keep the parameter groups while a state is loaded, and copy its options into them: a scheduler created for the
+    original optimizer sets the learning rate in these groups, which PyTorch would replace."""
     groups = optimizer.param_groups
     yield
     for group, loaded in zip(groups, optimizer.param_groups, strict=True):

@@ -59,7 +59,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         """Record that all ranks have processed the next batch of this size.
 
         Args:
-            batch_idx: Not used; Horovod has it.
+            batch_idx: Not used; accepted for compatibility with Horovod.
             batch_size: Number of samples of each rank. Samples recorded by `record_indices` are not skipped: use only
                 one of the two methods in an epoch.
         """
