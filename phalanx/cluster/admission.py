@@ -25,7 +25,7 @@ LEAVING = "leaving"
 
 
 def link_name(incarnation: str, number: int) -> str:
-    """Return the name of one link of a process, which tells requests over a lost link from those over its successor."""
+    """Return the name of one link of a process. It keeps requests over a lost link apart from those over the next."""
     return f"{incarnation}#{number}"
 
 

@@ -51,7 +51,7 @@ class ChiefRendezvous:
         # Protected by `state.changed`.
         self._tasks: dict[Rank, _Task] = {}
         self._generation = 0
-        self._informed: set[Rank] = set()  # of the disagreement
+        self._informed: set[Rank] = set()  # ranks that were sent the disagreement
         state.listener.register(messages.MESH, self._links)
         state.listener.register(messages.RENDEZVOUS, self)
 
@@ -82,7 +82,7 @@ class ChiefRendezvous:
             self._generation = generation = self._generation + 1
             tasks = dict(sorted(self._tasks.items()))
         if len(tasks) < len(self._me.other_ranks):
-            return None  # one was lost just now
+            return None  # a task was just lost
         descriptions = [self._me.description, *(task.description for task in tasks.values())]
         members = [messages.MemberAddress.of(description) for description in descriptions]
         order = messages.FormGeneration(generation, members)

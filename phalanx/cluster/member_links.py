@@ -50,7 +50,7 @@ class MemberLinks:
         self._ended = 0  # the last generation that has ended
         # Links in use, by incarnation. This and the next attribute belong to the thread that forms generations.
         self._links: dict[str, Link] = {}
-        self._unreachable: set[str] = set()  # incarnations, since `take_unreachable`
+        self._unreachable: set[str] = set()  # incarnations, since the last `take_unreachable`
 
     # See `transport.listener.Service`.
 
@@ -156,7 +156,7 @@ class MemberLinks:
             for incarnation, (details, link) in list(self._arrived.items()):
                 if details == _details_of(generation):
                     del self._arrived[incarnation]
-                    if (broken := self._links.get(incarnation)) is not None:  # or its other end had not dialled
+                    if (broken := self._links.get(incarnation)) is not None:  # or the other end would not have dialed
                         broken.close()
                     self._links[incarnation] = link
 

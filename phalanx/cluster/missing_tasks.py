@@ -44,7 +44,7 @@ def _watch_for_exited_tasks(state: RendezvousState) -> None:
     """End the rendezvous if a missing task has exited.
 
     Works only under a launcher, which opens all ports before it starts any task: a port without a listener then means
-    that its task has exited. (The launcher ends the job if a task fails; this detects tasks that exit with success.)
+    that its task has exited. (The launcher ends the job if a task fails; this detects tasks that exit successfully.)
     """
     refused_since: dict[Rank, float] = {}
     while not state.wait_until_over(EXITED_POLL_S):

@@ -150,7 +150,7 @@ def start_recording(node: Node, path: Path, *, overwrite: bool = False, marks_cy
 
     Raises:
         ConfigurationError: the file cannot be written.
-        ValueError: this process is recording already.
+        ValueError: this process is already recording.
     """
     global _relay
     if timeline.current.on:

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
 STORE_POLL_S = 5.0
-"""Interval between two listings of a directory in an object store, where each listing costs money."""
+"""Intervals between two listings of the directory; listings of an object store cost money."""
 DEFAULT_PATIENCE_S = 3600.0
 """An hour: longer than the usual time between two checkpoints."""
 LOGS = "validation"

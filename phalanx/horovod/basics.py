@@ -47,7 +47,7 @@ def shutdown() -> None:
 
 
 def regroup() -> None:
-    """In an elastic job, join the next generation of members; rank and size can change.
+    """Join the next generation of members of an elastic job; rank and size can change.
 
     Process sets are no longer registered, as after `shutdown` and `init`, which Horovod calls here.
 

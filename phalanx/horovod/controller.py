@@ -218,7 +218,7 @@ class Controller:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        """The background thread."""
+        """Run the background thread."""
         while True:
             with self._changed:
                 self._is_idle = True

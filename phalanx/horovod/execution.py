@@ -92,7 +92,7 @@ def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: S
     if op is not HorovodOp.AVERAGE or len(set(floats)) < 2:
         _reduce(communicator, op, arrays, outs, prescale, postscale)
         return
-    # Separately: in half precision, the sum, which integers need for their mean, can overflow where the mean does not.
+    # Separately: integer means need sums, but a sum in half precision can overflow where the mean does not.
     for of_floats in (True, False):
         chosen = [index for index, each in enumerate(floats) if each is of_floats]
         _reduce(communicator, op, [arrays[i] for i in chosen], [outs[i] for i in chosen], prescale, postscale)

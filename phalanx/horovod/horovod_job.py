@@ -179,7 +179,7 @@ class HorovodJob:
             self._agree(f"add_process_set.{number}", str(list(ranks)))
             if links is not None:
                 links.dial(order)
-            # All have dialled before any completes: a lost member is noticed here.
+            # All have dialed before any completes: this detects a lost member.
             self._agree(f"link_process_set.{number}", "")
             if links is not None:
                 links.complete(order)
@@ -254,7 +254,7 @@ _lock = threading.Lock()  # protects `_job` while the job is joined or left
 
 
 def current() -> HorovodJob:
-    """The job.
+    """Return the job of this process.
 
     Raises: ValueError before `init` (as Horovod's functions do).
     """

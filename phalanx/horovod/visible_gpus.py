@@ -51,5 +51,5 @@ def _choose_for_tensorflow(number: int) -> None:
     from tensorflow.python.eager import context
 
     gpus = tf.config.list_physical_devices("GPU")
-    if gpus and context.context()._context_handle is None:  # otherwise it is initialized with the visible ones
+    if gpus and context.context()._context_handle is None:  # otherwise already initialized with the visible GPUs
         tf.config.set_visible_devices(gpus[number % len(gpus)], "GPU")

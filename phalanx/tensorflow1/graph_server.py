@@ -230,7 +230,7 @@ def _free_inherited_port(descriptor: int | None) -> None:
     """Free the port that the launcher keeps open for this task, so that TensorFlow can listen on it.
 
     TensorFlow cannot take over a socket. The launcher's socket and TensorFlow's both have SO_REUSEADDR. So after the
-    launcher's socket stops listening, it still reserves the port against other programs, but not against a listener.
+    launcher's socket stops listening, it still reserves the port, but does not prevent TensorFlow from listening.
     """
     if descriptor is None:
         return

@@ -26,7 +26,7 @@ STOP_GRACE_S = 10
 
 
 class _BoundedSession:
-    """Precedes a session of TensorFlow among the bases."""
+    """Mixin before a TensorFlow session among the bases."""
 
     def __init__(self, target: str = "", graph: Any = None, config: Any = None):
         self._phalanx_target = target

@@ -80,7 +80,7 @@ class PodLister:
                         f"The pod {pod.metadata.name!r} with the label {selector!r} is not running; its phase is "
                         f"{pod.status.phase!r}. Wait until all pods run, then create the strategy."
                     )
-                # Not the host's address, as in tf.distribute: two pods on one host would have the same address.
+                # Unlike tf.distribute, not the host's address: two pods on one host would have the same one.
                 address = getattr(pod.status, "pod_ip", None) or pod.status.host_ip
                 found.append((str(pod.metadata.name), str(Address(str(address), self._port))))
         return found

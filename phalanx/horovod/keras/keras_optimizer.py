@@ -290,7 +290,7 @@ def _reducing_at_update(optimizer: Any) -> Iterator[None]:
 
 
 class _DistributedClass:
-    """Base of the classes that precede an optimizer's class. Each optimizer has its own, which holds its reduction."""
+    """Base of the mixins. Each optimizer has a separate class, which holds its reduction."""
 
     _hvd_reduction: ClassVar[OptimizerReduction]
 
@@ -332,7 +332,7 @@ def _reducing_like(kind: Any, optimizer: Any) -> Any:
 
 
 class _ReducingOptimizer(_DistributedClass):
-    """Precedes a Keras optimizer's class among the bases."""
+    """Mixin before a Keras optimizer's class among the bases."""
 
     def build(self, variables: Any) -> None:
         """See `keras.optimizers.Optimizer.build`."""
@@ -405,7 +405,7 @@ class _ReducingOptimizer(_DistributedClass):
 
 
 class _JointlyFinite(_DistributedClass):
-    """Precedes the class of a `LossScaleOptimizer` around an optimizer that accumulates.
+    """Mixin before the class of a `LossScaleOptimizer` around an optimizer that accumulates.
 
     A batch whose gradients are not finite on one rank is skipped on all, so that all ranks update after the same batch.
     """

@@ -43,7 +43,7 @@ class SyncBatchNormalization(keras.layers.BatchNormalization):  # type: ignore[m
     @staticmethod
     def _sum(tensors: list[Any]) -> list[Any]:
         """Return the sums over the ranks, with a gradient; they travel together."""
-        if keras.backend.backend() == "tensorflow":  # whose collectives also run in sessions
+        if keras.backend.backend() == "tensorflow":  # its collectives also run in sessions
             from phalanx.horovod.tensorflow.mpi_ops import grouped_allreduce
 
             summed: list[Any] = grouped_allreduce(tensors, op=operations.Sum)

@@ -57,7 +57,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):  # type: ignore[misc]
     """A TensorFlow 1 session hook that broadcasts the global variables of one rank after the session is created.
 
-    So all ranks start with the same random weights, or with the checkpoint that this rank restored.
+    So all ranks start with the same random weights, or with the checkpoint that the root restored.
 
     Args:
         root_rank: Rank in the job whose values are sent.

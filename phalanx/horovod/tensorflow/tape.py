@@ -136,7 +136,7 @@ def _distribute_tape(gradtape: tf.GradientTape, reduction: GradientReduction, sc
 
 
 class _ReducingTape:
-    """Precedes `tf.GradientTape` among the bases."""
+    """Mixin before `tf.GradientTape` among the bases."""
 
     _hvd_reduction: GradientReduction
     _hvd_local: set[int]  # identities of variables

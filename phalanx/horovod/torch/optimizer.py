@@ -85,7 +85,7 @@ def DistributedOptimizer(
 
 
 class _GradientReduction:
-    """Precedes a torch.optim class among the bases: `step` reduces the gradients first."""
+    """Mixin before a torch.optim class among the bases: `step` first reduces the gradients."""
 
     param_groups: list[dict[str, Any]]
     _hvd_original: Any
@@ -181,7 +181,7 @@ class _GradientReduction:
 
 
 class _StepReduction:
-    """Precedes a torch.optim class among the bases: Adasum combines the changes made by a step.
+    """Mixin before a torch.optim class among the bases: Adasum combines the changes made by a step.
 
     Source: Maleki et al. 2021, section 4: the optimizer first runs on each rank's local gradients.
     """
