@@ -56,7 +56,7 @@ def run(
         hosts: Only this host, with at least as many slots as processes: `localhost:2`. `hostfile` has the same content.
         start_timeout: Seconds that the processes wait for each other.
         output_filename: Folder for the output, one file per process.
-        network_interface: Must exist; processes on one host do not need it.
+        network_interface: A network interface, which must exist; processes on one host do not need it.
         network_interfaces: The newer name of `network_interface`.
         host_discovery_script: Not supported: elastic jobs on other hosts need a script instead of a function.
         verbose: Ignored, as are `slots`, `reset_limit`, `cooldown_range`, `disable_cache`, `use_gloo`, and `ssh_port`

@@ -29,7 +29,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     Args:
         root_rank: Rank whose variables are sent.
         device: Ignored.
-        local_variables: Variables of the model that are not changed.
+        local_variables: Variables of the model that are not broadcast.
         process_set: The ranks that train together.
     """
 
