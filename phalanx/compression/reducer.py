@@ -5,7 +5,7 @@ The reducer keeps two things for each list of arrays that are summed at once:
 - *own*: this rank's error feedback, not yet part of a sum. It is in units of the sum, so that it remains valid if the
   ranks' shares, or their number, change. A rank that joins starts without any.
 - *shared*: the state of the compression itself (the factors of PowerSGD), equal on all ranks. A rank that joins must
-  receive it from the others: `synchronise`.
+  receive it from the others: `synchronize`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class CompressedReducer:
         self._pending = {}
         self._owners = {}  # all ranks do this between two steps, and then number the owners identically
 
-    def synchronise(self, communicator: Communicator, root: int = 0) -> None:
+    def synchronize(self, communicator: Communicator, root: int = 0) -> None:
         """Broadcast the shared state of rank `root`; each rank keeps its own error feedback. All ranks must call
         this."""
         own, shared = self._parts()

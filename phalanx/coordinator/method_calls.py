@@ -19,7 +19,7 @@ from phalanx.keras_compat.copies.model_copies import record_construction
 from phalanx.keras_compat.copies.object_names import name_counters
 from phalanx.runtime.pickling import dumps_referring, refusing
 from phalanx.training.call_pickling import A_CALL_TAKES, of_call
-from phalanx.training.program_effects.program_random_state import random_state
+from phalanx.training.program_effects.program_random_state import encode_random_state
 from phalanx.training.scope_registry import KINDS, ScopedName
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
@@ -70,7 +70,7 @@ class MethodCalls:
         scope_registry.note(model)  # it may have been constructed before the scope
         name = scope_registry.name_of(model)
         assert name is not None, "it was noted just now"
-        fit, state = self._worker.last_fit + 1, MethodState(random_state(), name_counters())
+        fit, state = self._worker.last_fit + 1, MethodState(encode_random_state(), name_counters())
         # In this order: the call refers to the model by the name under which workers have created it.
         self.definitions.require([name])
         self.definitions.announce(self.dispatcher)

@@ -26,7 +26,7 @@ from phalanx.keras_compat.copies.object_names import set_name_counters, set_path
 from phalanx.parameter_server.partitioners import Partitioner
 from phalanx.parameter_server.server_messages import UpdateRules
 from phalanx.runtime import function_call
-from phalanx.training.program_effects.program_random_state import set_random_state
+from phalanx.training.program_effects.program_random_state import restore_random_state
 from phalanx.training.scope_registry import ScopedName, ScopeRegistry
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
@@ -187,7 +187,7 @@ class WorkerServer:
         state: MethodState = unpack(buffers[0], load)
         contents: dict[str, bytes] = unpack(buffers[1], load)
         arguments = {name: unpack(content, load) for name, content in contents.items()}
-        set_random_state(state.random)
+        restore_random_state(state.random)
         set_name_counters(state.names)
         worker.begin_at(order.fit)
         getattr(model, order.method)(**arguments)

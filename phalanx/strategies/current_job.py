@@ -30,7 +30,7 @@ from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.planning.simulated_node import SimulatedNode, simulate_node
 from phalanx.runtime import process_exit, telemetry
 from phalanx.strategies import task_replicas
-from phalanx.training.program_effects.program_random_state import random_state, set_random_state
+from phalanx.training.program_effects.program_random_state import encode_random_state, restore_random_state
 from phalanx.training.replica import Replica
 from phalanx.transport.listener import Service
 
@@ -213,7 +213,7 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions, devices: Seq
                 return job
         job = CurrentJob(node, communicator, resolver, options, config)
         # Unseeded programs split and shuffle identically on all ranks.
-        set_random_state(job.replica.run_recorded(lambda: communicator.broadcast_bytes(random_state())))
+        restore_random_state(job.replica.run_recorded(lambda: communicator.broadcast_bytes(encode_random_state())))
     except BaseException:
         timeline_relay.stop_recording()
         node.close(flush=isinstance(node, FixedNode))

@@ -40,7 +40,7 @@ from phalanx.parameter_server.server_messages import UpdateRules
 from phalanx.runtime import process_exit, progress, telemetry
 from phalanx.strategies.strategy import Strategy
 from phalanx.training import model_dispatch
-from phalanx.training.program_effects.program_random_state import random_state, set_random_state
+from phalanx.training.program_effects.program_random_state import encode_random_state, restore_random_state
 from phalanx.training.replica import alone
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
@@ -334,7 +334,7 @@ def _share_random_state(worker: ParameterServerWorker) -> None:
     if worker.workers == 1:
         return
     if worker.is_chief:
-        state: memoryview | None = worker.broadcast_first(RANDOM_STATE, np.frombuffer(random_state(), np.uint8))
+        state: memoryview | None = worker.broadcast_first(RANDOM_STATE, np.frombuffer(encode_random_state(), np.uint8))
     else:
         try:
             received = worker.receive_broadcast(RANDOM_STATE)
@@ -343,7 +343,7 @@ def _share_random_state(worker: ParameterServerWorker) -> None:
             return
         state = received[0] if received else None
     if state is not None:
-        set_random_state(bytes(state))
+        restore_random_state(bytes(state))
 
 
 def identify_task_of(resolver: ClusterResolver) -> TaskIdentity:

@@ -255,8 +255,8 @@ class _ModelState:
             optimizer.build(self._model.trainable_variables)
         found = self._directory.restore(self._model) if self._replica.is_chief else None
         runs: Any = self._replica.broadcast_from_chief(0 if found is None else found.step)
-        state_sync.synchronise(self._model, self._replica)
-        state_sync.draw_apart(self._replica)
+        state_sync.synchronize(self._model, self._replica)
+        state_sync.seed_per_rank(self._replica)
         return int(runs)
 
     def save(self, runs: int, save_fn: Callable[..., Any] | None, args: Any, kwargs: Any) -> None:

@@ -25,7 +25,7 @@ from phalanx.keras_compat.copies.object_attributes import PartAttributes
 from phalanx.runtime.pickling import dumps_referring, loads_referring, refusing
 from phalanx.training.call_pickling import A_CALL_TAKES, of_call
 from phalanx.training.model_dispatch import has_trainer, policy_of
-from phalanx.training.program_effects.program_random_state import random_state
+from phalanx.training.program_effects.program_random_state import encode_random_state
 from phalanx.training.training_policy import TrainingPolicy
 
 PURPOSE = "replica-calls"
@@ -156,7 +156,9 @@ def pack_model(described: ModelOfStrategy, tensors: Tensors) -> bytes:
 
 def session_state(call: PackedCall) -> bytes:
     attributes = call.described.copy.attributes
-    return pickle.dumps(SessionState(list(sys.path), keras_settings(), attributes, call.has_functions, random_state()))
+    return pickle.dumps(
+        SessionState(list(sys.path), keras_settings(), attributes, call.has_functions, encode_random_state())
+    )
 
 
 def unpack_arguments(contents: Mapping[str, memoryview], model: Any) -> dict[str, Any]:

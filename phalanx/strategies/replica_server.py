@@ -37,7 +37,7 @@ from phalanx.strategies.replica_calls import (
 )
 from phalanx.strategies.strategy import Strategy
 from phalanx.training.model_dispatch import forget_trainer
-from phalanx.training.program_effects.program_random_state import set_random_state
+from phalanx.training.program_effects.program_random_state import restore_random_state
 from phalanx.training.replica import Replica
 from phalanx.transport.decoding import Decoder
 from phalanx.transport.link import Link
@@ -117,7 +117,7 @@ class ReplicaServer:
         arguments = replica_calls.unpack_arguments(dict(zip(call.arguments, buffers, strict=True)), model)
         self._models.note(call.model, known)  # as the session does if nothing failed
         # Last: building the model and unpacking may draw random numbers.
-        set_random_state(state.random)
+        restore_random_state(state.random)
         return model, arguments
 
     def _answer(self, answer: Message, error: BaseException | None = None) -> None:

@@ -273,8 +273,8 @@ class Supervisor:
                 error.add_note("This worker was waiting for the chief to begin its managed session.")
                 raise
         elif isinstance(member, Replica) and member.world_size > 1:
-            state_sync.synchronise(session.model, member)
-            state_sync.draw_apart(member)
+            state_sync.synchronize(session.model, member)
+            state_sync.seed_per_rank(member)
             step: Any = member.broadcast_from_chief(session.global_step)
             counter.continue_from(int(step))
         elif not self._is_chief and checkpoints is not None:

@@ -14,7 +14,7 @@ from keras.callbacks import CallbackList
 from phalanx.keras_compat.callback_bases import ChiefCallback, flatten_callbacks, is_wrapped, logger_class
 from phalanx.keras_compat.patching import overridden_methods
 from phalanx.keras_compat.saving.saver_methods import SAVERS
-from phalanx.training.program_effects.per_rank_random_numbers import drawing_in_callback
+from phalanx.training.program_effects.per_rank_random_numbers import callback_stream
 
 # These write files, call services or print: the chief does it once for all.
 CHIEF_ONLY = (
@@ -58,7 +58,7 @@ def on_this_rank_only() -> Iterator[None]:
     """Make callbacks evaluate and predict only on this rank inside the context."""
     before, _thread.is_rank_local = runs_on_this_rank_only(), True
     try:
-        with drawing_in_callback():
+        with callback_stream():
             yield
     finally:
         _thread.is_rank_local = before

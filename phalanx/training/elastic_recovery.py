@@ -198,14 +198,14 @@ class ElasticRecovery:
         content, flags = self._receive_state()
         self._elastic.needs_state = False
         self._generation = replica.generation
-        self._model.note_synchronised()
+        self._model.mark_synchronized()
         position = FitPosition(**content)
         self._regroup_inputs()
         state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs = flags
 
         # The received state includes what callbacks do to the model when training or the epoch begins. They must still
         # run these hooks, because most create their attributes there.
-        with state_sync.unchanged(self._model.model), chief_callbacks.on_this_rank_only():
+        with state_sync.preserved_state(self._model.model), chief_callbacks.on_this_rank_only():
             state.callbacks.on_train_begin()
             state.callbacks.on_epoch_begin(position.epoch)
         self._recorder.restore(position, lambda: None, fresh)

@@ -176,5 +176,5 @@ def enter_epoch(replica_model: ReplicaModel, state: ReplicaFitState, step: int) 
 
 def restart_epoch(replica_model: ReplicaModel, state: ReplicaFitState) -> None:
     """Begin the epoch for callbacks that did not see its start, without their effects on weights and learning rate."""
-    with state_sync.unchanged(replica_model.model):
+    with state_sync.preserved_state(replica_model.model):
         state.callbacks.on_epoch_begin(state.epoch)

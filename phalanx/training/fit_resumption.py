@@ -143,12 +143,12 @@ class FitResumption:
             raise ConfigurationError(problem)
         if content is None:
             return None
-        # So far only the chief has the weights, or no rank if one program spans all of them. `synchronise` sends them,
+        # So far only the chief has the weights, or no rank if one program spans all of them. `synchronize` sends them,
         # and the variables that are not in weight files, to all.
         snapshot = FitSnapshot(**content)
         if self._spans:
             self._load_part(Path(os.fsdecode(path)), snapshot)
-        state_sync.synchronise(self._model, self._replica, metrics=True)
+        state_sync.synchronize(self._model, self._replica, metrics=True)
         if snapshot.random_states:
             set_random_state(snapshot.random_states[0])
         if snapshot.streams:

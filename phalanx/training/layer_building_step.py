@@ -24,7 +24,7 @@ def build_parts(model: Any, data: Any, form: ElementStructure, step: str) -> Non
         form: Structure of the batch.
         step: The step, "train_step" or "test_step".
     """
-    with ProgramState(model).kept(), running_eagerly(model):
+    with ProgramState(model).restored_on_exit(), running_eagerly(model):
         engine = make_engine(model, LocalRanks())
         engine.expect(form)
         engine.build(data)

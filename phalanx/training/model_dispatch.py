@@ -31,7 +31,7 @@ from phalanx.training.replica import Replica, alone, divides_batches
 from phalanx.training.replica_trainer import ReplicaTrainer
 from phalanx.training.servers.parameter_server_trainer import ParameterServerTrainer
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
-from phalanx.training.state_sync import metrics_kept
+from phalanx.training.state_sync import preserved_metrics
 from phalanx.training.step_examination import is_examined
 from phalanx.training.training_policy import EVERY_STEP, TrainingPolicy, on_device
 
@@ -114,7 +114,7 @@ class ModelDispatcher:
         if isinstance(member, Replica) and chief_callbacks.runs_on_this_rank_only():
             _refuse_training_in_chief_callback(method)
             # The other ranks' metrics continue to count. Logs, and what callbacks decide from them, must stay the same.
-            with metrics_kept(model):
+            with preserved_metrics(model):
                 return _run_by_keras(method, model, *args, **kwargs)
         arguments = method.bind(model, args, kwargs)
         if is_alone and not has_checkpoint(arguments.get("callbacks")):
@@ -122,7 +122,7 @@ class ModelDispatcher:
         # Keras's own `fit` cannot save for a `Checkpoint`; a job of one process can.
         member = member or alone()
         if member.is_chief:
-            with nullcontext() if is_alone else program_random_state.kept():
+            with nullcontext() if is_alone else program_random_state.restored_on_exit():
                 create_on_chief(arguments.get("callbacks"))
         _refuse_own_functions(model, member, method.name, validates=arguments.get("validation_data") is not None)
         with _entering(member, model, method.name, arguments):

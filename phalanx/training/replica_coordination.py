@@ -64,7 +64,7 @@ class ReplicaCoordination:
             self._start_from_chief()
         else:
             self._is_over = snapshot.is_over and (snapshot.stopped or snapshot.epoch >= state.arguments.epochs)
-        self._replica_model.note_synchronised()
+        self._replica_model.mark_synchronized()
 
     def _start_from_chief(self) -> None:
         """Start all ranks from the chief's state, which may come from a backup (`BackupAndRestore`)."""
@@ -76,11 +76,11 @@ class ReplicaCoordination:
         chiefs: Any = self._retry(lambda: replica.broadcast_from_chief(own))
         state.epoch, step = chiefs
 
-        def synchronise() -> None:
-            state_sync.synchronise(self._model, replica)
-            self._replica_model.merge.synchronise()
+        def synchronize() -> None:
+            state_sync.synchronize(self._model, replica)
+            self._replica_model.merge.synchronize()
 
-        self._retry(synchronise)
+        self._retry(synchronize)
         place = source.position.place_of(state.epoch, first) if step else None
         if place is None:
             return

@@ -32,7 +32,7 @@ from phalanx.training.checks.same_program import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
 from phalanx.training.joint_batches import JointBatches, read_part
 from phalanx.training.layer_building_step import build_parts
-from phalanx.training.program_effects.per_rank_random_numbers import drawing_in_steps, draws_apart
+from phalanx.training.program_effects.per_rank_random_numbers import step_stream_factory, uses_rank_streams
 from phalanx.training.replica import Replica, divides_batches, seed_from_program
 from phalanx.training.steps.deterministic import DeterministicStepper, check_deterministic
 from phalanx.training.steps.float16_overflow import Float16Overflow
@@ -81,7 +81,7 @@ class ReplicaModel:
         self._engine: Engine | None = None
         self._local_sgd: LocalSGDStepper | None = None
         self._deterministic: DeterministicStepper | None = None
-        self._is_synchronised = False
+        self._is_synchronized = False
         self._announced: set[Any] = set()
         self._seeds_given = 0
         self.probes = ProgramProbes(model, ChiefProbing(replica))
@@ -150,9 +150,9 @@ class ReplicaModel:
         else:
             source.form = unpack((x, y, sample_weight))[0]  # Keras's steps receive all three here, including None
             self.prepare(source, method).expect(source.form)
-        if not self._is_synchronised:
-            state_sync.synchronise(self.model, self.replica)
-            self._is_synchronised = True
+        if not self._is_synchronized:
+            state_sync.synchronize(self.model, self.replica)
+            self._is_synchronized = True
         return JointBatches(source, 0, self.replica)
 
     def repeat_over(
@@ -261,21 +261,21 @@ class ReplicaModel:
             self._engine = (
                 make_engine(self.model, self.merge) if placement is None else make_spmd_engine(self.model, placement)
             )
-            if draws_apart(self.replica):
-                self._engine.drawing_apart = drawing_in_steps(self.model, self.replica)
+            if uses_rank_streams(self.replica):
+                self._engine.drawing_apart = step_stream_factory(self.model, self.replica)
         self.replica.retry(lambda: compare_inputs(source, self.replica, method))
         if method != "fit":  # which compares once it knows where it resumes
             self.replica.retry(lambda: compare_samples(source, self.replica))
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Set every rank to the chief's state."""
-        self.replica.retry(lambda: state_sync.synchronise(self.model, self.replica))
+        self.replica.retry(lambda: state_sync.synchronize(self.model, self.replica))
 
     # `fit`, `evaluate` and `predict` always synchronize first. Only `*_on_batch` rely on the flag: broadcasting the
     # whole state for each batch would cost more than the batch.
-    def note_synchronised(self) -> None:
+    def mark_synchronized(self) -> None:
         """Record that all ranks have the same state; otherwise `single_batch` first copies the chief's."""
-        self._is_synchronised = True
+        self._is_synchronized = True
 
     def agree_on_learning_rate(self, retry: RetryOnMembershipChange) -> None:
         """Set the chief's learning rates on every rank, because callbacks may have changed them."""

@@ -113,7 +113,7 @@ class ReplicaTrainer:
             source = replica_model.shard(x, y, sample_weight, batch_size=batch_size, steps=steps)
             self._wait_for_result()
             replica_model.prepare(source, "evaluate")
-            replica_model.synchronise()
+            replica_model.synchronize()
             # `verbose` may differ between the ranks.
             shows = verbose in ("auto", 1, True) or callback_hooks.has_batch_hooks(callbacks, "test")
             watched = replica.retry(lambda: replica.any(shows))
@@ -142,7 +142,7 @@ class ReplicaTrainer:
             source.position.is_reset = True
             self._wait_for_result()
             replica_model.prepare_to_predict(source, "predict")
-            replica_model.synchronise()
+            replica_model.synchronize()
             has_hooks = callback_hooks.has_batch_hooks(callbacks, "predict")
             watched = replica.retry(lambda: replica.any(has_hooks))
             built = replica_model.build_callbacks(callbacks, verbose, epochs=1, steps=source.num_batches)

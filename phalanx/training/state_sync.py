@@ -22,7 +22,7 @@ from phalanx.training.replica import Replica
 SEED_STRIDE = 0x9E3779B9
 
 
-def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bool = True) -> None:
+def synchronize(model: Any, replica: Replica, *, metrics: bool = False, adopt: bool = True) -> None:
     """Set every rank to the chief's weights, optimizer state and layer state; call on all ranks.
 
     Random seeds of layers (dropout) also come from the chief, shifted by the rank so that replicas draw different
@@ -30,7 +30,7 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
 
     Args:
         metrics: Whether to send metric counts, for ranks that join in the middle of an epoch.
-        take: Whether this rank adopts the values; otherwise it only takes part.
+        adopt: Whether this rank adopts the values; otherwise it only takes part.
 
     Raises:
         DisagreementError: if the models differ in structure; names the first difference. See `RankComparison`.
@@ -38,7 +38,7 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
     if replica.is_alone and not replica.micro_batches:
         return
     if replica.mesh_parts is not None:
-        _synchronise_copies(model, replica)
+        _synchronize_copies(model, replica)
         return
     variables = variables_of(model) + (list(model.metrics_variables) if metrics else [])
     check_same_model(variables, replica, with_paths=not replica.has_copies)
@@ -46,7 +46,7 @@ def synchronise(model: Any, replica: Replica, *, metrics: bool = False, take: bo
     random = _random_state_to_share(replica)
     received = replica.communicator.broadcast([*arrays, *random], root=0)
     values, chiefs_random = received[: len(arrays)], received[len(arrays) :]
-    if not take:
+    if not adopt:
         return
     # Micro-batches have their own random numbers, which follow from the chief's.
     stream = 0 if replica.micro_batches else replica.rank
@@ -68,13 +68,13 @@ def _random_state_to_share(replica: Replica) -> list[np.ndarray[Any, Any]]:
     return [position, *(random_state()[:1] if replica.elastic is not None or replica.micro_batches else [])]
 
 
-def draw_apart(replica: Replica) -> None:
+def seed_per_rank(replica: Replica) -> None:
     """Derive a different random state for each rank from the chief's, if no trainer takes the steps."""
     if keeps_random_state():
         draw_own_numbers(replica.communicator.broadcast(random_state()[:1], root=0), replica.rank)
 
 
-def _synchronise_copies(model: Any, replica: Replica) -> None:
+def _synchronize_copies(model: Any, replica: Replica) -> None:
     """Synchronize a program that spans all ranks: set variables that are copied on all ranks to the chief's values. Of
     divided variables each rank has its own part, which no other rank has."""
     variables = [*variables_of(model), *model.metrics_variables]
@@ -91,7 +91,7 @@ def _synchronise_copies(model: Any, replica: Replica) -> None:
 
 
 @contextmanager
-def unchanged(model: Any) -> Iterator[None]:
+def preserved_state(model: Any) -> Iterator[None]:
     """Restore weights, layer state, optimizer state, metrics and the backend's random state on exit."""
     variables = [*variables_of(model), *model.metrics_variables]
     # JAX arrays are immutable, and this process cannot read the whole of an array that spans several processes.
@@ -110,7 +110,7 @@ def unchanged(model: Any) -> Iterator[None]:
 
 
 @contextmanager
-def metrics_kept(model: Any) -> Iterator[None]:
+def preserved_metrics(model: Any) -> Iterator[None]:
     """Restore the metric counts on exit, whatever is evaluated inside."""
     sync_jax_state(model)
     variables = list(model.metrics_variables)

@@ -280,7 +280,7 @@ def test_a_rank_that_joins_is_given_what_all_have_in_common() -> None:
         sums(reducer, communicator, gradients(communicator.rank, 0, shapes), [1.0])
         if communicator.rank == 2:
             reducer = CompressedReducer(PowerSGD(2))
-        reducer.synchronise(communicator)
+        reducer.synchronize(communicator)
         return sums(reducer, communicator, gradients(communicator.rank, 1, shapes), [1.0])[0].tobytes()
 
     assert len(set(on_ranks(body))) == 1

@@ -541,7 +541,7 @@ def state_of_a_program_is_restored() -> None:
     elsewhere = keras.Variable(1.0)
     before = keras.ops.convert_to_numpy(weight)
     seen = layer.seen
-    with ProgramState(model).kept():
+    with ProgramState(model).restored_on_exit():
         weight.assign(before + 1)
         elsewhere.assign(2.0)
         stray.build(model.trainable_variables)

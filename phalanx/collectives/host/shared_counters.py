@@ -1,4 +1,4 @@
-"""How the ranks of one host synchronise through counters in shared memory.
+"""How the ranks of one host synchronize through counters in shared memory.
 
 Each rank has a page with its counter. It *posts* by adding one to it, and waits until every other counter is as high.
 
@@ -73,7 +73,7 @@ class SharedCounters:
         lock.acquire()
         self._release, self._acquire = lock.release, lock.acquire
 
-    def synchronise(self, call: CollectiveCall) -> None:
+    def synchronize(self, call: CollectiveCall) -> None:
         """Post, and return when all other ranks have posted as often."""
         self.wait(call, self.post(call))
 

@@ -19,7 +19,7 @@ s. So no rank still reads it. The same holds for the signatures, of which each r
 
 With three ranks or more, step 4 would read every slot on every rank. Large chunks are therefore merged in two
 rounds: each rank merges its share of the chunk, in place, in its own slot (which no other rank reads or writes
-in that range); they synchronise; each copies all shares out.
+in that range); they synchronize; each copies all shares out.
 
 `SharedCounters` says how ranks post and wait.
 """
@@ -147,7 +147,7 @@ class SharedMemoryAlgorithm:
         outputs, op, divisor = reduction.outputs, reduction.op, reduction.divisor
         self._mesh.bytes_shared += sum(layout.wire_bytes for layout in reduction.layouts)
         if not reduction.layouts:
-            self._counters.synchronise(call)
+            self._counters.synchronize(call)
 
         def merge(count: int, parts: list[_Part]) -> None:
             self._counters.wait(call, count)
@@ -172,7 +172,7 @@ class SharedMemoryAlgorithm:
                         merge(*behind)
                         behind = None
                     fuse(parts, reduction)
-                    self._counters.synchronise(call)
+                    self._counters.synchronize(call)
                     self._merge_shares(call, chunk, layout, reduction)
                 self._slot = (self._slot + 1) % SLOTS
         if behind is not None:
@@ -200,7 +200,7 @@ class SharedMemoryAlgorithm:
             merged = np.empty(high - low, wire)
             merge_rows([row[low:high] for row in slots], merged, reduction.op, reduction.divisor)
             np.copyto(slots[self._position][low:high], merged)
-        self._counters.synchronise(call)
+        self._counters.synchronize(call)
         for array, start, stop, offset, _ in chunk.pieces:
             target = reduction.outputs[array][start:stop]
             for row, (share_low, share_high) in zip(slots, bounds, strict=True):
@@ -259,7 +259,7 @@ class SharedMemoryAlgorithm:
         size = self._slot_bytes
         own = lengths[self._position]
         if not any(lengths):  # a barrier
-            self._counters.synchronise(call)
+            self._counters.synchronize(call)
             return
         self._mesh.bytes_shared += own
         for low in range(0, max(lengths), size):  # the same rounds on every rank, also after its own stream has ended
@@ -267,7 +267,7 @@ class SharedMemoryAlgorithm:
             if low < own:
                 part = views_between(outgoing, low, min(low + size, own))
                 copy_views(part, [slots[self._position]])
-            self._counters.synchronise(call)
+            self._counters.synchronize(call)
             for position, (start, stop, views) in enumerate(wanted):
                 first, last = max(start, low), min(stop, low + size)
                 if first < last and position != self._position:

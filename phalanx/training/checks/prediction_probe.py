@@ -79,7 +79,7 @@ def find_outputs(model: Any, data: Any, form: ElementStructure, *, replicas: int
     for part in sizes_of_parts(data, replicas):
         state = ProgramState(model)
         try:
-            with state.kept():
+            with state.restored_on_exit():
                 found = _compare(model, predict, state, ranks, few_samples(data, 0, part), part)
             if found is not Outputs.ROWS or not may_depend_on_size(model):
                 return found

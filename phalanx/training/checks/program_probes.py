@@ -28,7 +28,12 @@ from phalanx.training.checks.prediction_probe import Outputs
 from phalanx.training.checks.tried_samples import PART, RANKS
 from phalanx.training.program_effects.program_objects import reads_iterators
 from phalanx.training.program_effects.program_state import ProgramState
-from phalanx.training.program_effects.program_switches import Switches, find_switches, has_begun, variables_that_are_off
+from phalanx.training.program_effects.program_switches import (
+    Switches,
+    find_switches,
+    was_switched_on,
+    zero_switch_variables,
+)
 from phalanx.training.replica import Replica, divides_batches
 from phalanx.transport.decoding import decode_message
 
@@ -271,7 +276,7 @@ class ProgramProbes:
             return
         now = find_switches(self._model)
         # The chief's list: a member that joined later may not know all of them.
-        wanted = self.agreement.from_chief("again", list(self._tests) if has_begun(self._switches, now) else [])
+        wanted = self.agreement.from_chief("again", list(self._tests) if was_switched_on(self._switches, now) else [])
         # Once is enough: programs switch back and forth.
         self._switches = {place: is_on or self._switches.get(place, False) for place, is_on in now.items()}
         if not wanted:
@@ -338,13 +343,13 @@ class ProgramProbes:
         if reads_iterators(model):
             return loss_probe.Findings({})
         state = ProgramState(model, trains=False)
-        with state.kept():  # a loss may count its calls
+        with state.restored_on_exit():  # a loss may count its calls
             found = loss_probe.probe(model, *data, replicas=self.agreement.replicas)
-        off = [] if found.error else variables_that_are_off(model)
+        off = [] if found.error else zero_switch_variables(model)
         if not off:
             return found
         # A loss that is zero reveals nothing. Steps are compiled for its behavior when its weight is not zero.
-        with state.kept():
+        with state.restored_on_exit():
             for variable in off:
                 variable.assign(0.5)
             later = loss_probe.probe(model, *data, replicas=self.agreement.replicas)

@@ -81,7 +81,10 @@ def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructur
         state = ProgramState(model)
         try:
             keeps_python = engine.runs_python  # conditions may change it
-            with state.kept(), TrialConditions(model, state.keep, keeps_python=keeps_python) as conditions:
+            with (
+                state.restored_on_exit(),
+                TrialConditions(model, state.record_variables, keeps_python=keeps_python) as conditions,
+            ):
                 verdict = _Trial(model, engine, state, conditions, form, step, part).difference(data)
             if verdict or (verdict is not None and not may_depend_on_size(model)):
                 return verdict

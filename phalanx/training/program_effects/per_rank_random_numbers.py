@@ -70,7 +70,7 @@ class PerRankRandomStreams:
         self._origins, self._methods, self._counts = position[:3], position[3], position[4:]
 
     @contextmanager
-    def stream(self, what: RandomStream, replica: Replica, *, in_program: bool = True) -> Iterator[None]:
+    def stream(self, kind: RandomStream, replica: Replica, *, in_program: bool = True) -> Iterator[None]:
         """Draw from the next stream of a kind inside the context.
 
         Args:
@@ -78,10 +78,10 @@ class PerRankRandomStreams:
                 draw.
         """
         *origins, methods = self.position[:4]
-        self._counts[what] += 1
-        seeds = [hash_of(origin, methods, what, self._counts[what], replica.rank) for origin in origins]
+        self._counts[kind] += 1
+        seeds = [hash_of(origin, methods, kind, self._counts[kind], replica.rank) for origin in origins]
         of_backend = random_state.random_state()
-        with program_random_state.kept() if in_program else nullcontext():
+        with program_random_state.restored_on_exit() if in_program else nullcontext():
             if in_program:
                 program_random_state.seed(seeds)
             random_state.seed_random_state(seeds[-1])
@@ -105,15 +105,15 @@ def running_method(replica: Replica) -> Iterator[None]:
     _running.append(replica)
     samples = partial(streams.stream, RandomStream.SAMPLES, replica)
     try:
-        with drawing_samples_from(samples) if draws_apart(replica) else nullcontext():
+        with drawing_samples_from(samples) if uses_rank_streams(replica) else nullcontext():
             yield
     finally:
         _running.pop()
         streams.end()
 
 
-def drawing_in_steps(model: Any, replica: Replica) -> Callable[[], AbstractContextManager[None]]:
-    """Return a function that creates the context for each step of a model on a replica that `draws_apart`."""
+def step_stream_factory(model: Any, replica: Replica) -> Callable[[], AbstractContextManager[None]]:
+    """Return a function that creates the context for each step of a model on a replica that `uses_rank_streams`."""
 
     @cache
     def runs_program(knows_losses: bool) -> bool:
@@ -126,12 +126,12 @@ def drawing_in_steps(model: Any, replica: Replica) -> Callable[[], AbstractConte
     return drawing
 
 
-def drawing_in_callback() -> AbstractContextManager[None]:
+def callback_stream() -> AbstractContextManager[None]:
     """Return the context for what only the chief does for a callback while a method runs."""
     return _running[-1].random_streams.stream(RandomStream.CALLBACK, _running[-1]) if _running else nullcontext()
 
 
-def draws_apart(replica: Replica) -> bool:
+def uses_rank_streams(replica: Replica) -> bool:
     """Whether steps and samples draw from streams. Micro-batches have their own random numbers, equal on any rank, and
     a replica that is alone draws as Keras does."""
     return not replica.is_alone and not replica.micro_batches

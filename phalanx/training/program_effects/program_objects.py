@@ -16,7 +16,7 @@ KERAS_PARTS = (keras.layers.Layer, keras.Variable, keras.optimizers.Optimizer, k
 
 _DEPTH = 4
 """Maximum depth of nested objects and collections to search."""
-_MOST_ITEMS, _MOST_BYTES = 1000, 1 << 20
+_MAX_ITEMS, _MAX_BYTES = 1000, 1 << 20
 """Limits above which collections and arrays count as data, not state."""
 
 
@@ -26,7 +26,7 @@ _BEFORE_STEPS = {"__init__", "build", "compute_output_shape", "compute_output_sp
 """Methods that no step calls."""
 
 
-class Place:
+class VariableSlot:
     """A closure or global variable that a function of the program reads and assigns.
 
     Args:
@@ -34,7 +34,7 @@ class Place:
         name: Name in the module; "" for a cell.
 
     Attributes:
-        key: Key of the place, stable while its owner lives.
+        key: Key of the variable, stable while its owner lives.
     """
 
     def __init__(self, owner: dict[str, Any] | CellType, name: str = "") -> None:
@@ -67,47 +67,47 @@ class ProgramObjects:
 
     def __init__(self, owners: Iterable[Any]) -> None:
         self._seen: set[int] = set()
-        self._variables: dict[tuple[int, str], Place] = {}
+        self._variables: dict[tuple[int, str], VariableSlot] = {}
         self.objects: list[Any] = []
         self.functions: list[FunctionType] = []
         self.iterators = False
         for owner in owners:
             if not isinstance(owner, KERAS_PARTS):
-                self._look(owner, _DEPTH)
-            self._look_at_all(_own(owner), _DEPTH)
+                self._visit(owner, _DEPTH)
+            self._visit_all(_members_of(owner), _DEPTH)
 
     @property
-    def variables(self) -> list[Place]:
+    def variables(self) -> list[VariableSlot]:
         return list(self._variables.values())
 
-    def _look(self, value: Any, depth: int) -> None:
+    def _visit(self, value: Any, depth: int) -> None:
         if isinstance(value, MethodType):
             value = value.__self__
         if not depth or id(value) in self._seen:
             return
         self.iterators = self.iterators or hasattr(type(value), "__next__")
         if isinstance(value, dict | list | tuple):
-            if len(value) <= _MOST_ITEMS:
-                self._look_at_all(value.values() if isinstance(value, dict) else value, depth - 1)
+            if len(value) <= _MAX_ITEMS:
+                self._visit_all(value.values() if isinstance(value, dict) else value, depth - 1)
         elif isinstance(value, FunctionType):
             self._seen.add(id(value))
             # An empty cell belongs to a variable that has no value yet.
-            used = [Place(cell) for cell in value.__closure__ or () if cell != CellType()]
+            used = [VariableSlot(cell) for cell in value.__closure__ or () if cell != CellType()]
             if is_of_program(value):
                 self.functions.append(value)
                 known = value.__globals__
-                used += [Place(known, name) for name in names_in(value) if name in known]
-                self._look(getattr(value, "__wrapped__", None), depth - 1)
-            self._variables.update((place.key, place) for place in used)
-            self._look_at_all([place.get() for place in used], depth - 1)
+                used += [VariableSlot(known, name) for name in names_in(value) if name in known]
+                self._visit(getattr(value, "__wrapped__", None), depth - 1)
+            self._variables.update((slot.key, slot) for slot in used)
+            self._visit_all([slot.get() for slot in used], depth - 1)
         elif hasattr(value, "__dict__") and not isinstance(value, KERAS_PARTS) and is_of_program(type(value)):
             self._seen.add(id(value))
             self.objects.append(value)
-            self._look_at_all(_own(value), depth - 1)
+            self._visit_all(_members_of(value), depth - 1)
 
-    def _look_at_all(self, values: Iterable[Any], depth: int) -> None:
+    def _visit_all(self, values: Iterable[Any], depth: int) -> None:
         for value in list(values):
-            self._look(value, depth)
+            self._visit(value, depth)
 
 
 def reads_iterators(model: Any) -> bool:
@@ -135,7 +135,7 @@ def _limits_a_size(function: FunctionType) -> bool:
     return bool(names & _SIZES) and (bool(names & _LIMITS) or has_comparisons(function))
 
 
-def _own(owner: Any) -> list[Any]:
+def _members_of(owner: Any) -> list[Any]:
     """Return the attributes of an object, and the methods of its classes that the program defines."""
     kinds = [kind for kind in type(owner).__mro__ if is_of_program(kind)]
     return [*vars(owner).values(), *(value for kind in kinds for value in vars(kind).values())]
@@ -143,6 +143,6 @@ def _own(owner: Any) -> list[Any]:
 
 def is_large(value: Any) -> bool:
     """Whether a value of the program is data rather than state."""
-    if getattr(value, "nbytes", 0) > _MOST_BYTES:
+    if getattr(value, "nbytes", 0) > _MAX_BYTES:
         return True
-    return isinstance(value, list | tuple | dict | set) and len(value) > _MOST_ITEMS
+    return isinstance(value, list | tuple | dict | set) and len(value) > _MAX_ITEMS

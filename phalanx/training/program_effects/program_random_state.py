@@ -30,16 +30,16 @@ def states() -> States:
     torch = sys.modules.get("torch")
     return (
         random.getstate(),
-        np.random.get_state(legacy=True) if _is_numpys_own() else None,
+        np.random.get_state(legacy=True) if _is_mersenne_twister() else None,
         None if torch is None else torch.get_rng_state().numpy().tobytes(),
     )
 
 
-def set_states(states: States) -> None:
+def restore_states(states: States) -> None:
     """Continue from these states."""
     of_python, of_numpy, of_torch = states
     random.setstate(of_python)
-    if of_numpy is not None and _is_numpys_own():
+    if of_numpy is not None and _is_mersenne_twister():
         np.random.set_state(of_numpy)
     torch = sys.modules.get("torch")
     if torch is not None and of_torch is not None:
@@ -47,13 +47,13 @@ def set_states(states: States) -> None:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def restored_on_exit() -> Iterator[None]:
     """Restore the states on exit."""
     before = states()
     try:
         yield
     finally:
-        set_states(before)
+        restore_states(before)
 
 
 def digests() -> list[int]:
@@ -67,14 +67,14 @@ def seed(seeds: Sequence[int]) -> None:
     """Continue from states derived from three 63-bit seeds, one for each generator."""
     of_python, of_numpy, of_torch = seeds
     random.seed(of_python)
-    if _is_numpys_own():
+    if _is_mersenne_twister():
         np.random.seed(of_numpy & 0xFFFFFFFF)
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.default_generator.manual_seed(of_torch)
 
 
-def random_state() -> bytes:
+def encode_random_state() -> bytes:
     """Return the encoded states."""
     of_python, of_numpy, of_torch = states()
     if of_numpy is not None:
@@ -83,11 +83,11 @@ def random_state() -> bytes:
     return msgspec.msgpack.encode((of_python, of_numpy, of_torch))
 
 
-def set_random_state(state: bytes) -> None:
-    """Continue drawing like the process that returned this `random_state`."""
-    (version, words, gauss), of_numpy, of_torch = decode_message(state)
-    set_states(((version, tuple(words), gauss), None if of_numpy is None else tuple(of_numpy), of_torch))
+def restore_random_state(encoded: bytes) -> None:
+    """Restore encoded states: continue drawing like the process that called `encode_random_state`."""
+    (version, words, gauss), of_numpy, of_torch = decode_message(encoded)
+    restore_states(((version, tuple(words), gauss), None if of_numpy is None else tuple(of_numpy), of_torch))
 
 
-def _is_numpys_own() -> bool:
+def _is_mersenne_twister() -> bool:
     return isinstance(np.random.get_bit_generator(), np.random.MT19937)  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from phalanx.keras_compat.observation.variable_assignments import (
 )
 from phalanx.keras_compat.variables.host_values import host_copy
 from phalanx.training.program_effects import program_random_state
-from phalanx.training.program_effects.program_objects import KERAS_PARTS, Place, ProgramObjects, is_large
+from phalanx.training.program_effects.program_objects import KERAS_PARTS, ProgramObjects, VariableSlot, is_large
 from phalanx.training.state_sync import seed_generators, variables_of
 
 Array = np.ndarray[Any, Any]
@@ -57,14 +57,14 @@ class ProgramState:
         held_variables = [variable for part in parts for variable in _held_variables(vars(part))]
         own = variables_of(model) if trains else [*model.non_trainable_variables, *buffers(model)]
         variables = [*own, *model.metrics_variables, *held_variables]
-        self.keep(variable for variable in variables if id(variable) not in weights)
+        self.record_variables(variable for variable in variables if id(variable) not in weights)
         unique = list({id(part): part for part in parts}.values())
         self._in_python = PythonState(unique, model_state.compiled_losses(model))
         self._random = program_random_state.states(), random_state(), _tensorflow_random()
         self._gradients = [(tensor, tensor.grad) for tensor in _parameters(model)]
         self._restore_gradients()  # with a copy, because steps add to gradients in place
 
-    def keep(self, variables: Iterable[Any]) -> None:
+    def record_variables(self, variables: Iterable[Any]) -> None:
         """Record the values of variables that are not known yet."""
         for variable in variables:
             if id(variable) not in self._variables:
@@ -73,12 +73,12 @@ class ProgramState:
                     self._raws[id(raw)] = raw
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
+    def restored_on_exit(self) -> Iterator[None]:
         """Restore the state at the end of the context."""
 
         def found(variable: Any) -> None:
             with outside_of_functions():
-                self.keep([variable])
+                self.record_variables([variable])
 
         def found_raw(raw: Any) -> None:
             if id(raw) not in self._raws:
@@ -108,7 +108,7 @@ class ProgramState:
         self._restore_gradients()
         self._model._clear_losses()
         of_program, of_backend, of_tensorflow = self._random
-        program_random_state.set_states(of_program)
+        program_random_state.restore_states(of_program)
         set_random_state(of_backend)
         if of_tensorflow is not None:
             of_tensorflow[0].setstate(of_tensorflow[1])
@@ -145,13 +145,13 @@ class PythonState:
 
     def __init__(self, parts: Sequence[Any], others: Sequence[Any] = ()) -> None:
         held = ProgramObjects([*parts, *others])
-        self._kept: list[_Attributes | _Variable] = [_Attributes(part) for part in parts]
-        self._kept += [_Attributes(each, is_programs=True) for each in held.objects]
-        self._kept += [_Variable(place) for place in held.variables]
+        self._saved: list[_Attributes | _Variable] = [_Attributes(part) for part in parts]
+        self._saved += [_Attributes(each, is_custom=True) for each in held.objects]
+        self._saved += [_Variable(slot) for slot in held.variables]
 
     def restore(self) -> None:
         """Undo all changes."""
-        for each in self._kept:
+        for each in self._saved:
             each.restore()
 
 
@@ -173,27 +173,27 @@ class _Attributes:
     """Attributes of an object in which a step may count or collect.
 
     Args:
-        is_programs: Whether its class is the program's, and not part of Keras.
+        is_custom: Whether its class is the program's, and not part of Keras.
     """
 
-    def __init__(self, owner: Any, *, is_programs: bool = False) -> None:
+    def __init__(self, owner: Any, *, is_custom: bool = False) -> None:
         self._owner = owner
         self._names = set(vars(owner))
-        self._kept: list[tuple[str, Any, Callable[[], None]]] = []
+        self._saved: list[tuple[str, Any, Callable[[], None]]] = []
         for name, value in vars(owner).items():
             is_counter = isinstance(value, int | float) and not isinstance(value, bool)
-            restore = None if is_programs and is_large(value) else _content(value)
+            restore = None if is_custom and is_large(value) else _make_restore(value)
             # Private attributes are mostly Keras's bookkeeping for what was built, and what was built stays. Private
             # numbers may be counters of the program.
-            if restore is not None and name != "built" and (is_programs or is_counter or not name.startswith("_")):
-                self._kept.append((name, value, restore))
+            if restore is not None and name != "built" and (is_custom or is_counter or not name.startswith("_")):
+                self._saved.append((name, value, restore))
 
     def restore(self) -> None:
         now = vars(self._owner)
         for name in [name for name in now if name not in self._names and not name.startswith("_")]:
             if not isinstance(now[name], KERAS_PARTS):
                 del now[name]
-        for name, value, restore in self._kept:
+        for name, value, restore in self._saved:
             now[name] = value
             restore()
 
@@ -201,18 +201,18 @@ class _Attributes:
 class _Variable:
     """A closure variable or global of a function of the program, in which the function may count or collect."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self._value = place.get()
-        self._restore = None if is_large(self._value) else _content(self._value)
+    def __init__(self, slot: VariableSlot) -> None:
+        self._slot = slot
+        self._value = slot.get()
+        self._restore = None if is_large(self._value) else _make_restore(self._value)
 
     def restore(self) -> None:
         if self._restore is not None:
-            self._place.set(self._value)
+            self._slot.set(self._value)
             self._restore()
 
 
-def _content(value: Any) -> Callable[[], None] | None:
+def _make_restore(value: Any) -> Callable[[], None] | None:
     """Return a function that restores a value's current content; None if there is no known way."""
     if isinstance(value, model_state.PLAIN) or type(value).__module__.startswith("jax"):
         return _nothing
@@ -229,13 +229,13 @@ def _content(value: Any) -> Callable[[], None] | None:
         array = value.copy()
         return lambda: np.copyto(value, array)
     if isinstance(value, list | deque | dict | set):
-        return _content_of_collection(value)
-    return _content_of_tensor(value)
+        return _make_collection_restore(value)
+    return _make_tensor_restore(value)
 
 
-def _content_of_collection(value: Any) -> Callable[[], None]:
+def _make_collection_restore(value: Any) -> Callable[[], None]:
     items = copy.copy(list(value.items()) if isinstance(value, dict) else list(value))
-    inside = [_content(each[1] if isinstance(value, dict) else each) or _nothing for each in items]
+    inside = [_make_restore(each[1] if isinstance(value, dict) else each) or _nothing for each in items]
     kind = next(each for each in (list, deque, OrderedDict, dict, set) if isinstance(value, each))
     extend = kind.extend if kind in (list, deque) else kind.update  # type: ignore[union-attr]
 
@@ -257,7 +257,7 @@ def _stores(collection: Any) -> list[Any]:
     return [collection] if storage is None else [collection, storage]
 
 
-def _content_of_tensor(value: Any) -> Callable[[], None] | None:
+def _make_tensor_restore(value: Any) -> Callable[[], None] | None:
     module = type(value).__module__
     if module.startswith("torch") and hasattr(value, "detach"):
         tensor = value.detach().clone()

@@ -33,13 +33,13 @@ def find_switches(model: Any) -> Switches:
     return {place: is_on for place, value in _values(model) if (is_on := _is_on(value)) is not None}
 
 
-def variables_that_are_off(model: Any) -> list[Any]:
+def zero_switch_variables(model: Any) -> list[Any]:
     """Return the `keras.Variable`s among the switches that are zero."""
     values = [value for _, value in _values(model) if isinstance(value, keras.Variable) and _is_on(value) is False]
     return list({id(value): value for value in values}.values())
 
 
-def has_begun(before: Switches, now: Switches) -> bool:
+def was_switched_on(before: Switches, now: Switches) -> bool:
     """Whether something has been switched on."""
     return any(is_on and before.get(place) is False for place, is_on in now.items())
 
@@ -50,7 +50,7 @@ def _values(model: Any) -> Iterator[tuple[tuple[int, str], Any]]:
     held = ProgramObjects(parts)
     owners = {id(each): each for each in (*parts, *held.objects)}.values()
     trained = {id(variable) for variable in _trained(model)}
-    read = [((id(owner), name), value) for owner in owners for name, value in _with_items(vars(owner))]
+    read = [((id(owner), name), value) for owner in owners for name, value in _flattened(vars(owner))]
     read += [(place.key, place.get()) for place in held.variables]
     return ((place, value) for place, value in read if id(value) not in trained)
 
@@ -65,7 +65,7 @@ def _trained(model: Any) -> Iterator[Any]:
         yield generator.state
 
 
-def _with_items(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flattened(attributes: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the attributes of an object, and the items of those that are collections."""
     for name, value in attributes.items():
         yield name, value

@@ -254,10 +254,10 @@ class StepMerge(Merge):
         if self._reducer is not None:
             self._reducer.load_pooled(strip_prefix("compression/", state), self._replica.world_size)
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Synchronize the shared part of the state with the chief's; all ranks must call."""
         if self._reducer is not None:
-            self._reducer.synchronise(self._replica.communicator)
+            self._reducer.synchronize(self._replica.communicator)
 
     def _merge_partly(
         self, layout: StepLayout, arrays: list[Array], scales: list[float], views: Sequence[Array]

@@ -159,8 +159,8 @@ class LocalSGDStepper(ReplicaStepper):
         elastic = self._replica.elastic
         # The others already have common weights, and keep their local optimizer moments and metrics.
         fresh = elastic is not None and elastic.needs_state
-        state_sync.synchronise(self._model, self._replica, take=fresh)
-        self.exchange.synchronise(self._replica.communicator, take=fresh)
+        state_sync.synchronize(self._model, self._replica, adopt=fresh)
+        self.exchange.synchronize(self._replica.communicator, adopt=fresh)
         start = self._replica.communicator.broadcast(self._metrics_start or self._engine.metric_rules.values())
         if fresh:
             self._metrics_start = start

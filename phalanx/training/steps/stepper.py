@@ -96,8 +96,8 @@ class ReplicaStepper(ABC):
     def admit(self) -> None:
         """In elastic jobs, while the replicas are merged and the engine has ended, send the common state to processes
         that join. All ranks must call."""
-        state_sync.synchronise(self._model, self._replica, metrics=True)
-        self._merge.synchronise()
+        state_sync.synchronize(self._model, self._replica, metrics=True)
+        self._merge.synchronize()
 
     def pooled(self) -> State:
         """While merged, return the replicas' state in addition to the model, pooled. All ranks must call."""

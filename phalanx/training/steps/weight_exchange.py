@@ -123,13 +123,13 @@ class WeightExchange:
         if self._reducer is not None:
             self._reducer.load_pooled(strip_prefix(_COMPRESSION, state), ranks)
 
-    def synchronise(self, communicator: Communicator, *, take: bool) -> None:
-        """Send the common state to ranks that join (`take`), right after an exchange without overlap; collective."""
+    def synchronize(self, communicator: Communicator, *, adopt: bool) -> None:
+        """Send the common state to ranks that join (`adopt`), right after an exchange without overlap; collective."""
         shared = broadcast_named(communicator, self._shared())
-        if take:
+        if adopt:
             self._take(shared)
         if self._reducer is not None:
-            self._reducer.synchronise(communicator)
+            self._reducer.synchronize(communicator)
 
     def _shared(self) -> dict[str, Array]:
         assert not self.unmerged, "replicas have state of their own between two exchanges"
