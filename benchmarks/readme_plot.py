@@ -9,7 +9,7 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from benchmarks.report import COLOURS
+from benchmarks.report import COLORS
 from benchmarks.tools import TOOLS, Kind
 from scripts.pictures.svg import themed
 
@@ -25,7 +25,7 @@ SHOWN = {
     "keras-dataparallel": "keras.distribution, JAX",
 }
 TEXT = "#010203"
-"""Stands for the colour of text, which depends on the page."""
+"""Stands for the color of text, which depends on the page."""
 TEXT_PARAMETERS = ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color")
 PATH = Path("docs/images/speed.svg")
 
@@ -60,7 +60,7 @@ def draw(measurements: list[dict[str, object]], path: Path, date: str) -> None:
     for axis, (work, title) in zip(axes, PANELS.items(), strict=True):
         bars = sorted((statistics.median(found[tool, work]), tool) for tool in SHOWN if found.get((tool, work)))
         longest = max(ms for ms, _ in bars)
-        axis.barh([SHOWN[tool] for _, tool in bars], [ms for ms, _ in bars], color=[_colour(tool) for _, tool in bars])
+        axis.barh([SHOWN[tool] for _, tool in bars], [ms for ms, _ in bars], color=[_color(tool) for _, tool in bars])
         for index, (ms, _) in enumerate(bars):
             axis.text(ms + 0.01 * longest, index, f"{ms:.2f}", va="center", fontsize=8)
         axis.set_xlim(0, 1.12 * longest)
@@ -76,8 +76,8 @@ def draw(measurements: list[dict[str, object]], path: Path, date: str) -> None:
     path.write_text(themed(file.getvalue(), TEXT))
 
 
-def _colour(tool: str) -> str:
-    return COLOURS[TOOLS[tool].kind if tool in TOOLS else Kind.PEER]
+def _color(tool: str) -> str:
+    return COLORS[TOOLS[tool].kind if tool in TOOLS else Kind.PEER]
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ Row = tuple[str, ...]
 
 # The start depends on the packages and the tasks, hardly on the model: one of them is shown for each.
 START_WORKS = ("mlp64", "servers64")
-# Blue, orange and grey differ in lightness as well, for prints and colour-blind readers.
-COLOURS = {Kind.PHALANX: "#1f6feb", Kind.PEER: "#c2611f", Kind.SINGLE: "#8b949e"}
+# Blue, orange and grey differ in lightness as well, for prints and color-blind readers.
+COLORS = {Kind.PHALANX: "#1f6feb", Kind.PEER: "#c2611f", Kind.SINGLE: "#8b949e"}
 TITLE_WIDTH = 70  # letters of a plot's title in a line
 KINDS = {Kind.PHALANX: "Phalanx", Kind.PEER: "peers", Kind.SINGLE: "one process, not distributed"}
 
@@ -93,7 +93,7 @@ def write_plot(comparison: Comparison, path: Path) -> None:
             [tool.title for tool, _ in bars],
             medians,
             xerr=(below, above),
-            color=[COLOURS[tool.kind] for tool, _ in bars],
+            color=[COLORS[tool.kind] for tool, _ in bars],
             error_kw={"elinewidth": 1, "ecolor": "#444c56"},
             height=0.7,
         )
@@ -109,7 +109,7 @@ def write_plot(comparison: Comparison, path: Path) -> None:
     axes[-1, 0].set_xlabel("ms per step (shorter is faster)")
     shown = {tool.kind for _, bars in panels for tool, _ in bars}
     figure.legend(
-        handles=[Patch(color=COLOURS[kind], label=KINDS[kind]) for kind in KINDS if kind in shown],
+        handles=[Patch(color=COLORS[kind], label=KINDS[kind]) for kind in KINDS if kind in shown],
         loc="outside lower center",
         ncols=len(KINDS),
         frameon=False,

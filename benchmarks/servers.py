@@ -168,10 +168,10 @@ def write_plot(limits: Limits, path: Path) -> None:
 
     figure, axis = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
     styles = zip(("#1f6feb", "#c2611f", "#57606a"), ("o-", "s--", "^:"), strict=True)
-    for servers, (colour, style) in zip(sorted({each.servers for each in limits.growth}), styles, strict=False):
+    for servers, (color, style) in zip(sorted({each.servers for each in limits.growth}), styles, strict=False):
         workers = sorted({each.workers for each in limits.growth if each.servers == servers})
         rates = [limits.updates_per_s(servers, count) for count in workers]
-        axis.plot(workers, rates, style, color=colour, label=f"{servers} server{'s' if servers > 1 else ''}")
+        axis.plot(workers, rates, style, color=color, label=f"{servers} server{'s' if servers > 1 else ''}")
     axis.set_xscale("log", base=2)
     axis.set_xticks(sorted({each.workers for each in limits.growth}))
     axis.xaxis.set_major_formatter("{x:g}")

@@ -105,10 +105,10 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def palettes() -> str:
-    """The colours of drawings for each palette of the site."""
+    """The colors of drawings for each palette of the site."""
     return "\n".join(
-        f'[data-md-color-scheme="{scheme}"] .{CLASS} {{ {variables(colours)} }}'
-        for scheme, colours in (("default", LIGHT), ("slate", DARK))
+        f'[data-md-color-scheme="{scheme}"] .{CLASS} {{ {variables(colors)} }}'
+        for scheme, colors in (("default", LIGHT), ("slate", DARK))
     )
 
 

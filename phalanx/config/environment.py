@@ -46,6 +46,6 @@ def user_cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"
 
 
-def allows_colour() -> bool:
-    """Whether the user's terminal shows colours (https://no-color.org)."""
+def allows_color() -> bool:
+    """Whether the user's terminal shows colors (https://no-color.org)."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

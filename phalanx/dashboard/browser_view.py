@@ -119,7 +119,7 @@ def _member(view: JobView, member: MemberView, now: float) -> dict[str, Any]:
 
 
 def state_of(member: MemberView, now: float) -> str:
-    """One word for the colour of a member."""
+    """One word for the color of a member."""
     if not member.is_running:
         return "failed" if member.has_failed else "exited"
     if not member.phase:

@@ -45,13 +45,15 @@ class ExitHandler:
     def handle(self, event: Exited) -> None:
         """Handle the exit of a task's process."""
         record, code = self.tasks[event.rank], event.returncode
-        record.kill_at = record.give_up_at = None
+        record.kill_at = record.abandon_at = None
         record.result = event.result or record.result
-        end = self._describe(record, event)
-        self.observer.exited(end)
-        if end.failed and self.slots is not None:
-            self.slots.task_failed(end.task)
-        may_restart = not self.plan.is_shutting_down and self.tasks.may_restart(record, outlived=end.outlived)
+        exit_ = self._describe(record, event)
+        self.observer.task_exited(exit_)
+        if exit_.has_failed and self.slots is not None:
+            self.slots.task_failed(exit_.task)
+        may_restart = not self.plan.is_shutting_down and self.tasks.may_restart(
+            record, others_continue=exit_.others_continue
+        )
         slots = self.slots if record.trains else None  # an evaluator keeps its slot
         released = record.is_released and not self.plan.is_shutting_down
         if slots is not None and (released or (code is None and may_restart)):
@@ -60,18 +62,20 @@ class ExitHandler:
             return
         delay_s: float | None = None
         if may_restart:
-            delay_s = self.policy.delay_s(record.rank, code, record.lived_s(self.clock()), outlived=end.outlived)
+            delay_s = self.policy.delay_s(
+                record.rank, code, record.uptime_s(self.clock()), others_continue=exit_.others_continue
+            )
         if delay_s is None:
-            self._finish(record, end)
+            self._finish(record, exit_)
             return
-        record.previous = end  # for `exits_to_judge`, in case the restarted process only echoes the job's end
+        record.previous = exit_  # for `find_abort_causes`, in case the restarted process only echoes the job's end
         if slots is not None and not slots.worker_exited(record.rank, failed=True):
             record.state = TaskState.VACANT
             return
         record.state, record.restart_at = TaskState.RESTARTING, self.clock() + delay_s
-        self.observer.survived(end, f"starting it again ({self.policy.describe(record.rank)})")
+        self.observer.exit_survived(exit_, f"starting it again ({self.policy.describe(record.rank)})")
 
-    def give_up_on(self, record: TaskRecord) -> None:
+    def abandon(self, record: TaskRecord) -> None:
         """Count a killed task as exited, although its process still exists."""
         self.handle(Exited(record.rank, -signal.SIGKILL, WorkerDiagnostics()))
 
@@ -81,17 +85,21 @@ class ExitHandler:
             self.abandon_restart(record)
         elif self.tasks.training_is_over:
             # Only the chief may have left work unfinished.
-            self._finish(record, self.abandon_restart(record, by_launcher=record.rank != CHIEF_RANK))
+            self._finish(record, self.abandon_restart(record, was_ended_by_launcher=record.rank != CHIEF_RANK))
         elif record.restart_at <= self.clock():
             record.state = TaskState.RUNNING
             return record.placement.host.restart(record.rank)
         return None
 
-    def abandon_restart(self, record: TaskRecord, *, by_launcher: bool = False) -> WorkerExit:
+    def abandon_restart(self, record: TaskRecord, *, was_ended_by_launcher: bool = False) -> WorkerExit:
         """Cancel the restart of a task that waits for it."""
         last = record.previous
         assert last is not None
-        record.exit = replace(last, order=len(self.tasks.exits), by_launcher=last.by_launcher or by_launcher)
+        record.exit = replace(
+            last,
+            exit_index=len(self.tasks.exits),
+            was_ended_by_launcher=last.was_ended_by_launcher or was_ended_by_launcher,
+        )
         record.state = TaskState.EXITED
         return record.exit
 
@@ -106,20 +114,20 @@ class ExitHandler:
         if code and diagnostics.error is None:
             diagnostics = replace_fields(diagnostics, output=self.tails.last_lines(record.rank))
         shutting_down = self.plan.is_shutting_down
-        left_early = code == 0 and not shutting_down and self._has_left_early(record)
+        has_left_early = code == 0 and not shutting_down and self._has_left_early(record)
         return WorkerExit(
             rank=record.rank,
             task=record.name,
             host=record.placement.host.name,
             pid=record.pid,
             returncode=code,
-            order=len(self.tasks.exits),
-            by_launcher=self.plan.has_signalled or self.tasks.is_caused_by_job(record, code),
-            outlived=self.tasks.is_outlived(
-                record, code, diagnostics, is_shutting_down=shutting_down, left_early=left_early
+            exit_index=len(self.tasks.exits),
+            was_ended_by_launcher=self.plan.has_signaled or self.tasks.is_caused_by_job(record, code),
+            others_continue=self.tasks.can_continue_without(
+                record, code, diagnostics, is_shutting_down=shutting_down, has_left_early=has_left_early
             ),
-            left_early=left_early,
-            hung=record.is_hung,
+            has_left_early=has_left_early,
+            is_hung=record.is_hung,
             trains=record.trains,
             diagnostics=diagnostics,
         )
@@ -129,16 +137,16 @@ class ExitHandler:
         may_leave = record.is_released or self.tasks.is_complete or not record.trains
         return self.slots is not None and not may_leave and self.slots.has_left_early(record.name)
 
-    def _finish(self, record: TaskRecord, end: WorkerExit) -> None:
+    def _finish(self, record: TaskRecord, exit_: WorkerExit) -> None:
         """Record the final exit of a task."""
-        record.exit, record.state = end, TaskState.EXITED
+        record.exit, record.state = exit_, TaskState.EXITED
         if self.slots is not None:
-            self.slots.retire(end.rank)
-        if end.failed and not end.by_launcher:
-            if not end.outlived:
+            self.slots.retire(exit_.rank)
+        if exit_.has_failed and not exit_.was_ended_by_launcher:
+            if not exit_.others_continue:
                 if self.plan.fail(self.clock()):
-                    self.observer.failed(end)
+                    self.observer.job_failed(exit_)
             elif not self.plan.has_begun:
-                self.observer.survived(end, "the others continue without it")
-        if self.tasks.only_optional_left(self.clock()):
-            self.plan.finish_within(self.clock(), self.optional_grace_s)
+                self.observer.exit_survived(exit_, "the others continue without it")
+        if self.tasks.has_only_optional_tasks(self.clock()):
+            self.plan.set_optional_deadline(self.clock(), self.optional_grace_s)

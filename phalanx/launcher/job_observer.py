@@ -18,13 +18,13 @@ class JobObserver:
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
         """A task wrote to stdout or stderr."""
 
-    def started(self, placement: WorkerPlacement, pid: int) -> None:
+    def task_started(self, placement: WorkerPlacement, pid: int) -> None:
         """A process of a task was started, for the first time or again."""
 
-    def exited(self, end: WorkerExit) -> None:
+    def task_exited(self, exit_: WorkerExit) -> None:
         """A process of a task has exited."""
 
-    def reported(self, task: str, rank: int, report: TaskReport) -> None:
+    def task_reported(self, task: str, rank: int, report: TaskReport) -> None:
         """A task reported its current activity, about twice a second."""
 
     def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
@@ -33,16 +33,16 @@ class JobObserver:
     def hosts_changed(self, hosts: Sequence[HostStatus]) -> None:
         """In an elastic job, the hosts on which workers may run have changed."""
 
-    def failed(self, end: WorkerExit) -> None:
+    def job_failed(self, exit_: WorkerExit) -> None:
         """The first failure occurred, and the job is shutting down because of it."""
 
-    def stopping(self) -> None:
+    def shutdown_started(self) -> None:
         """The launcher has received a signal, and the job is shutting down because of it."""
 
-    def survived(self, end: WorkerExit, how: str) -> None:
+    def exit_survived(self, exit_: WorkerExit, how: str) -> None:
         """The job continues after the exit of a task, as `how` describes. No failure report will explain the exit."""
 
-    def noticed(self, text: str) -> None:
+    def message(self, text: str) -> None:
         """Any other message for the user, as one line."""
 
 

@@ -51,21 +51,21 @@ class JobReporter(JobObserver):
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
         self._console.feed(rank, is_error, data)
 
-    def started(self, placement: WorkerPlacement, pid: int) -> None:
+    def task_started(self, placement: WorkerPlacement, pid: int) -> None:
         if self._verbose:
             self.report(f"{placement.task} (rank {placement.spec.rank}) started on {placement.host.name}, pid {pid}")
 
-    def exited(self, end: WorkerExit) -> None:
-        self._console.finish(end.rank)
-        error = end.diagnostics.error
+    def task_exited(self, exit_: WorkerExit) -> None:
+        self._console.finish(exit_.rank)
+        error = exit_.diagnostics.error
         # Not printed by the worker.
-        if error is not None and not error.interrupted and not end.was_preempted:
-            self._console.log(end.rank, error.traceback)
-        self._stragglers.forget(end.task)
+        if error is not None and not error.interrupted and not exit_.was_preempted:
+            self._console.log(exit_.rank, error.traceback)
+        self._stragglers.forget(exit_.task)
         if self._verbose:
-            self.report(f"{end.task} (rank {end.rank}) ended with exit code {end.code}")
+            self.report(f"{exit_.task} (rank {exit_.rank}) ended with exit code {exit_.code}")
 
-    def reported(self, task: str, rank: int, report: TaskReport) -> None:
+    def task_reported(self, task: str, rank: int, report: TaskReport) -> None:
         if self._is_ending:
             return
         if (text := self._phases.add(report.phase, report.epoch, report.step)) is not None:
@@ -86,21 +86,21 @@ class JobReporter(JobObserver):
         self._members = tasks
         self._stragglers.use_members(tasks)
 
-    def noticed(self, text: str) -> None:
+    def message(self, text: str) -> None:
         self.report(text)
 
-    def failed(self, end: WorkerExit) -> None:
+    def job_failed(self, exit_: WorkerExit) -> None:
         self._is_ending = True
-        if self._verbose and not end.was_preempted:  # otherwise all exit, and each reports it itself
-            self.report(f"{end.failure}; ending the job")
+        if self._verbose and not exit_.was_preempted:  # otherwise all exit, and each reports it itself
+            self.report(f"{exit_.failure}; ending the job")
 
-    def stopping(self) -> None:
+    def shutdown_started(self) -> None:
         self._is_ending = True
 
-    def survived(self, end: WorkerExit, how: str) -> None:
-        if end.was_preempted:  # all others exit too
+    def exit_survived(self, exit_: WorkerExit, how: str) -> None:
+        if exit_.was_preempted:  # all others exit too
             return
-        self.report(f"{end.task} {end.description}; {how}")
-        error = end.diagnostics.error
-        if error is not None and (self._verbose or not end.distance):
+        self.report(f"{exit_.task} {exit_.description}; {how}")
+        error = exit_.diagnostics.error
+        if error is not None and (self._verbose or not exit_.distance_from_cause):
             self._console.message(error.traceback if self._verbose else error.folded)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from phalanx.config.environment import allows_colour, set_variables
+from phalanx.config.environment import allows_color, set_variables
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError, PeerLostError, PreemptedError, RendezvousError
 from phalanx.launcher.elastic_hosts.elastic_supervisor import ElasticSupervisor
@@ -36,7 +36,7 @@ from phalanx.launcher.job_size import describe_start
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.log_directory import open_logs
 from phalanx.launcher.orphan_reaper import adopt_orphans, end_orphans
-from phalanx.launcher.restart_policy import SHORT_LIFE_S, RestartPolicy
+from phalanx.launcher.restart_policy import EARLY_FAILURE_S, RestartPolicy
 from phalanx.launcher.stop_signals import stop_signals, stopped_by_signals
 from phalanx.launcher.task_table import SERVERS
 from phalanx.launcher.watching.watched_job import WatchedJob
@@ -76,7 +76,7 @@ def run_job(job: JobRequest) -> int:
             sys.stdout,
             sys.stdout if os.path.samestat(os.fstat(1), os.fstat(2)) else sys.stderr,
             columns=shutil.get_terminal_size().columns if is_terminal else None,
-            colour=is_terminal and allows_colour(),
+            color=is_terminal and allows_color(),
             logs=logs.outputs,
             quiet=not job.config.verbose,
         )
@@ -86,7 +86,7 @@ def run_job(job: JobRequest) -> int:
 
         def say(text: str) -> None:
             console.message(f"phalanx: {text}")
-            watched.recorder.noticed(text)
+            watched.recorder.message(text)
 
         try:
             run = secrets.token_hex(8)
@@ -105,45 +105,45 @@ def run_job(job: JobRequest) -> int:
             ) from error
         finally:
             console.close()
-        _report_failure(outcome, job, console, colour=sys.stderr.isatty() and allows_colour())
-        watched.end(outcome)
-    if log_dir is not None and outcome.verdict.code != INTERRUPTED_CODE:  # Ctrl-C prints one line only
+        _report_failure(outcome, job, console, color=sys.stderr.isatty() and allows_color())
+        watched.record_outcome(outcome)
+    if log_dir is not None and outcome.root_cause.code != INTERRUPTED_CODE:  # Ctrl-C prints one line only
         console.message(f"phalanx: `phalanx report {shlex.quote(str(log_dir))}` makes a page of this job")
-    return outcome.verdict.code
+    return outcome.root_cause.code
 
 
-def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console, *, colour: bool) -> None:
-    verdict, config = outcome.verdict, job.config
-    if verdict.success:
+def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console, *, color: bool) -> None:
+    root_cause, config = outcome.root_cause, job.config
+    if root_cause.success:
         return
-    if verdict.code == PreemptedError.exit_code and verdict.cause is None:
-        console.message(f"phalanx: {_last_words(outcome)} (exit code {verdict.code})")
+    if root_cause.code == PreemptedError.exit_code and root_cause.cause is None:
+        console.message(f"phalanx: {_last_words(outcome)} (exit code {root_cause.code})")
         return
-    is_interrupt = verdict.code == INTERRUPTED_CODE
-    if is_interrupt and not verdict.was_requested and not config.verbose:  # in a worker, not in the terminal
-        console.message(f"phalanx: {verdict.reason} (exit code {verdict.code})")
+    is_interrupt = root_cause.code == INTERRUPTED_CODE
+    if is_interrupt and not root_cause.was_requested and not config.verbose:  # in a worker, not in the terminal
+        console.message(f"phalanx: {root_cause.reason} (exit code {root_cause.code})")
     elif not is_interrupt or config.verbose:  # after Ctrl-C, the user knows why the job ended
         page = failure_report.render(
-            verdict,
-            outcome.ends,
+            root_cause,
+            outcome.exits,
             log_dir=config.log_dir,
             full=config.verbose,
-            colour=colour,
+            color=color,
             hint="" if config.verbose else MORE,
         )
         console.message(page)
     if config.log_dir is not None:
         try:
-            failure_report.write(config.log_dir, verdict, outcome.ends)
+            failure_report.write(config.log_dir, root_cause, outcome.exits)
         except OSError as error:
             console.message(f"phalanx: this report cannot be written to {config.log_dir}: {error.strerror}")
 
 
 def _last_words(outcome: JobOutcome) -> str:
     """The last message of a preempted job: its chief's, which describes what was saved."""
-    preempted = [end for end in outcome.ends if end.was_preempted]
-    error = min(preempted, key=lambda end: end.rank).diagnostics.error if preempted else None
-    return outcome.verdict.reason if error is None else error.message.rstrip(".")
+    preempted = [exit_ for exit_ in outcome.exits if exit_.was_preempted]
+    error = min(preempted, key=lambda exit_: exit_.rank).diagnostics.error if preempted else None
+    return outcome.root_cause.reason if error is None else error.message.rstrip(".")
 
 
 def _run_with_restarts(
@@ -166,28 +166,28 @@ def _run_with_restarts(
         except RendezvousError as error:
             # Hosts that were available before may return; after a power cut that takes minutes. This counts as a
             # restart after a loss, because the exit code of the error itself excludes another attempt.
-            if not has_run or policy.delay_s(0, PeerLostError.exit_code, SHORT_LIFE_S) is None:
+            if not has_run or policy.delay_s(0, PeerLostError.exit_code, EARLY_FAILURE_S) is None:
                 raise
             say(f"{error} Trying to start the job again ({policy.describe(0)})")
             time.sleep(GATHER_AGAIN_S)
             continue
         has_run = True
-        verdict = outcome.verdict
-        has_failed = not verdict.success and not verdict.was_requested
-        lived_s = time.monotonic() - started_at
-        delay_s = policy.delay_s(0, verdict.code, lived_s) if has_failed else None
+        root_cause = outcome.root_cause
+        has_failed = not root_cause.success and not root_cause.was_requested
+        uptime_s = time.monotonic() - started_at
+        delay_s = policy.delay_s(0, root_cause.code, uptime_s) if has_failed else None
         if delay_s is None:
             if has_failed and max_restarts:
                 say(f"the job is not started again, after {policy.describe(0)} restarts")
             return outcome
-        say(f"{verdict.reason}. Starting the whole job again ({policy.describe(0)})")
+        say(f"{root_cause.reason}. Starting the whole job again ({policy.describe(0)})")
         time.sleep(delay_s)
 
 
 def _run_once(
     request: JobRequest, console: Console, watched: WatchedJob, signals: Sequence[signal.Signals], run: str
 ) -> JobOutcome:
-    watched.begin()
+    watched.record_start()
     with contextlib.ExitStack() as stack:
         return _JobRun(request, console, watched, stack, run).to_end(signals)
 
@@ -206,7 +206,7 @@ class _JobRun:
         self._request, self._console, self._watched, self._stack = request, console, watched, stack
         self._selector = stack.enter_context(selectors.DefaultSelector())
         self._observer = ObserverGroup(_reporter(request, console, watched), watched.recorder)
-        self._prefix_columns = width(prefixes(request.tasks, colour=False)[0])
+        self._prefix_columns = width(prefixes(request.tasks, color=False)[0])
         restartable = request.config.restarts > 0
         self._recipe = WorkerRecipe(
             request.arguments, request.tasks, request.config, restartable=restartable, run=run, prints_errors=False
@@ -266,7 +266,7 @@ class _JobRun:
         placements = self._gathered_hosts(elastic).first_placements(self._recipe, is_fixed=True)
         workers = _workers_in(placements)
         if workers < elastic.maximum:
-            self._observer.noticed(f"one program over {workers} workers, of {elastic.maximum} at most")
+            self._observer.message(f"one program over {workers} workers, of {elastic.maximum} at most")
         return self._job(placements)
 
     def _gathered_hosts(self, elastic: ElasticOptions) -> HostPool:

@@ -24,8 +24,8 @@ from phalanx.launcher.host_messages import CheckpointBeforeExit, Event, Exited, 
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.restart_policy import RestartPolicy
-from phalanx.launcher.shutdown import GIVE_UP_S, ShutdownPlan, ShutdownStep
-from phalanx.launcher.task_table import TaskState, TaskTable, exits_to_judge
+from phalanx.launcher.shutdown import ABANDON_S, ShutdownPlan, ShutdownStep
+from phalanx.launcher.task_table import TaskState, TaskTable, find_abort_causes
 
 if TYPE_CHECKING:
     from phalanx.launcher.elastic_hosts.host_pool import HostPool
@@ -39,13 +39,13 @@ class JobOutcome:
     """The outcome of a job that has ended.
 
     Attributes:
-        verdict: Root cause of the end.
-        ends: Exits of all tasks, by rank.
+        root_cause: Root cause of the end.
+        exits: Exits of all tasks, by rank.
         results: Pickled results of tasks that ran a function, by rank.
     """
 
-    verdict: RootCause
-    ends: list[WorkerExit]
+    root_cause: RootCause
+    exits: list[WorkerExit]
     results: dict[int, bytes] = field(default_factory=dict)
 
 
@@ -81,7 +81,7 @@ class JobSupervisor:
         self._slots = slots
         self._slots_due = math.inf  # when the next `update` of `_slots` is due
         self._clock = clock
-        self._exits_before_abort: int | None = None  # not None: the elastic job cannot continue
+        self._num_exits_before_abort: int | None = None  # not None: the elastic job cannot continue
         self._failure: RootCause | None = None  # of an elastic job, as its coordinator reports
         self._exits = ExitHandler(
             self._tasks,
@@ -113,7 +113,7 @@ class JobSupervisor:
     @property
     def accepts_workers(self) -> bool:
         """Whether a worker started now could still take part."""
-        return not self.is_shutting_down and not self._tasks.training_is_over and self._exits_before_abort is None
+        return not self.is_shutting_down and not self._tasks.training_is_over and self._num_exits_before_abort is None
 
     def placement(self, rank: int) -> WorkerPlacement | None:
         """The current or last placement of a task; None if it has never been started."""
@@ -155,8 +155,8 @@ class JobSupervisor:
         Args:
             reason, code: Reason and exit code, used if no worker failed on its own.
         """
-        if self._exits_before_abort is None:
-            self._exits_before_abort = len(self._tasks.exits)
+        if self._num_exits_before_abort is None:
+            self._num_exits_before_abort = len(self._tasks.exits)
             self._failure = RootCause(code, None, reason)
         self._plan.fail(self._clock())
 
@@ -172,10 +172,10 @@ class JobSupervisor:
                 continue
             if record.state is TaskState.RUNNING:
                 record.is_unneeded = True
-                record.give_up_at = self._clock() + GIVE_UP_S
+                record.abandon_at = self._clock() + ABANDON_S
                 record.placement.signal(signal.SIGKILL)
             elif record.state is TaskState.RESTARTING:
-                self._exits.abandon_restart(record, by_launcher=True)
+                self._exits.abandon_restart(record, was_ended_by_launcher=True)
 
     # ---- the loop
 
@@ -198,12 +198,12 @@ class JobSupervisor:
                 self._advance()
         finally:
             self.loop.close()
-        exits, before = self._tasks.exits, self._exits_before_abort
-        causes = exits if before is None else exits_to_judge(self._tasks, before)
-        verdict = find_root_cause(causes, interrupted_by=self._plan.interrupted_by)
-        if verdict.success and self._failure is not None:
-            verdict = self._failure
-        return JobOutcome(verdict, exits, {record.rank: record.result for record in self._tasks if record.result})
+        exits, before = self._tasks.exits, self._num_exits_before_abort
+        causes = exits if before is None else find_abort_causes(self._tasks, before)
+        root_cause = find_root_cause(causes, interrupted_by=self._plan.interrupted_by)
+        if root_cause.success and self._failure is not None:
+            root_cause = self._failure
+        return JobOutcome(root_cause, exits, {record.rank: record.result for record in self._tasks if record.result})
 
     def _timeout_s(self) -> float:
         dues = [self._slots_due, self._plan.next_due, *(record.next_due for record in self._tasks)]
@@ -213,20 +213,20 @@ class JobSupervisor:
         """Perform all actions that are due."""
         now = self._clock()
         if (number := self._plan.handle_signals(now)) is not None:
-            self._observer.stopping()
+            self._observer.shutdown_started()
             if number == signal.SIGINT:
-                self._observer.noticed("interrupted; ending the job (Ctrl-C again kills it at once)")
+                self._observer.message("interrupted; ending the job (Ctrl-C again kills it at once)")
         if self._plan.check_overdue(now):
             late = [record for record in self._tasks if record.exit is None]
             bound = " (PHALANX_EVALUATOR_GRACE)" if any(record.is_evaluator for record in late) else ""
             names, seconds = ", ".join(record.name for record in late), self._exits.optional_grace_s
-            self._observer.noticed(f"{names} still runs {seconds:g} s after the training{bound}; ending it")
+            self._observer.message(f"{names} still runs {seconds:g} s after the training{bound}; ending it")
         for record in self._tasks:
             if record.kill_at is not None and record.kill_at <= now:
                 record.kill_at = None
                 record.placement.signal(signal.SIGKILL)
-            if record.give_up_at is not None and record.give_up_at <= now:
-                self._exits.give_up_on(record)
+            if record.abandon_at is not None and record.abandon_at <= now:
+                self._exits.abandon(record)
         while step := self._plan.pop_due_step(self._clock()):
             self._shut_down(step)
         for record in self._tasks:
@@ -247,8 +247,8 @@ class JobSupervisor:
                 # After a failure, this step ends the grace period. After a signal it is immediate and means nothing.
                 record.is_hung = record.is_hung or self._plan.interrupted_by is None
                 record.placement.host.dump_stacks(record.rank)
-            elif step is ShutdownStep.GIVE_UP:
-                self._exits.give_up_on(record)
+            elif step is ShutdownStep.ABANDON:
+                self._exits.abandon(record)
             else:
                 record.placement.signal(numbers[step])
         if step is ShutdownStep.TERMINATE:
@@ -269,9 +269,9 @@ class JobSupervisor:
                 record = self._tasks[rank]
                 record.pid, record.started_at = pid, self._clock()
                 self._tails.clear(rank)  # drop the output of its previous process
-                self._observer.started(record.placement, pid)
+                self._observer.task_started(record.placement, pid)
             case WorkerReport(rank, report):
-                self._observer.reported(self._tasks[rank].name, rank, report)
+                self._observer.task_reported(self._tasks[rank].name, rank, report)
             case CheckpointBeforeExit():
                 self._plan.allow_checkpoint(self._clock())
             case Exited():

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from phalanx.config.environment import allows_colour
+from phalanx.config.environment import allows_color
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
 from phalanx.launcher.failures import failure_report
@@ -88,18 +88,18 @@ def launch(
         outcome = _run(name, WorkerRecipe([FUNCTION], task_names(workers), config, function=call))
     except KeyboardInterrupt as interrupt:
         raise interrupt.with_traceback(None) from None  # the launcher's frames are of no interest
-    if not outcome.verdict.success:
+    if not outcome.root_cause.success:
         raise _error(outcome, config.log_dir)
-    for end in outcome.ends:
-        if end.rank not in outcome.results:
+    for exit_ in outcome.exits:
+        if exit_.rank not in outcome.results:
             raise PeerLostError(
-                f"{end.task} (rank {end.rank}) ended with exit code 0 but without a result: the function "
+                f"{exit_.task} (rank {exit_.rank}) ended with exit code 0 but without a result: the function "
                 "ended the process (os._exit, sys.exit) instead of returning.",
-                rank=end.rank,
-                task=end.task,
-                host=end.host,
+                rank=exit_.rank,
+                task=exit_.task,
+                host=exit_.host,
             )
-    return [_value(end, outcome.results[end.rank]) for end in outcome.ends]
+    return [_value(exit_, outcome.results[exit_.rank]) for exit_ in outcome.exits]
 
 
 def _run(name: str, recipe: WorkerRecipe) -> JobOutcome:
@@ -111,14 +111,14 @@ def _run(name: str, recipe: WorkerRecipe) -> JobOutcome:
     with open_logs(config.log_dir, tasks) as logs, selectors.DefaultSelector() as selector:
         console = _console(tasks, logs.outputs)
         with WatchedJob(JobRequest([name], tasks, shares, config), console.message, logs.events) as watched:
-            watched.begin()
+            watched.record_start()
             placements = place(shares, recipe, selector, OutputStreams(merged=True), console.message)
             observer = ObserverGroup(_observer(console, watched.recorder), watched.recorder)
             job = JobSupervisor(placements, selector, observer, config, merged=True)
             job.start()
             with watched.controlled(job):
                 outcome = job.run()
-            watched.end(outcome)
+            watched.record_outcome(outcome)
         return outcome
 
 
@@ -130,7 +130,7 @@ def _in_notebook() -> bool:
 def _console(tasks: Sequence[str], logs: Sequence[BinaryIO]) -> Console:
     if not _in_notebook():
         return Console(tasks, sys.stdout, sys.stdout, logs=logs, quiet=True)
-    console = Console(tasks, sys.stdout, sys.stdout, columns=NOTEBOOK, colour=allows_colour(), logs=logs, quiet=True)
+    console = Console(tasks, sys.stdout, sys.stdout, columns=NOTEBOOK, color=allows_color(), logs=logs, quiet=True)
     console.message(f"phalanx: {describe_start(tasks, 1)}")
     return console
 
@@ -149,19 +149,19 @@ class _OutputPrinter(JobObserver):
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
         self._console.feed(rank, is_error, data)
 
-    def exited(self, end: WorkerExit) -> None:
-        self._console.finish(end.rank)
+    def task_exited(self, exit_: WorkerExit) -> None:
+        self._console.finish(exit_.rank)
 
 
-def _value(end: WorkerExit, content: bytes) -> Any:
+def _value(exit_: WorkerExit, content: bytes) -> Any:
     from phalanx.runtime import function_call
 
     try:
         result = function_call.decode_result(content)
     except Exception as error:
         error.add_note(
-            f"The result of {end.task} (rank {end.rank}) cannot be unpickled here: this process must be able to import "
-            "everything that the result is made of."
+            f"The result of {exit_.task} (rank {exit_.rank}) cannot be unpickled here: this process must be able to "
+            "import everything that the result is made of."
         )
         raise
     assert isinstance(result, function_call.CallReturned)
@@ -170,20 +170,20 @@ def _value(end: WorkerExit, content: bytes) -> Any:
 
 def _error(outcome: JobOutcome, log_dir: Path | None) -> BaseException:
     """Build the error to raise for a failed job, and write the failure report if there is a log directory."""
-    verdict, cause = outcome.verdict, outcome.verdict.cause
+    root_cause, cause = outcome.root_cause, outcome.root_cause.cause
     error: BaseException
     if cause is None:
-        error = PhalanxError(f"The job ended: {verdict.reason}.")
+        error = PhalanxError(f"The job ended: {root_cause.reason}.")
     elif (raised := _raised(cause, outcome.results.get(cause.rank))) is not None:
         error = raised.error
         error.__cause__ = WorkerTraceback(cause.task, raised.traceback)
     else:
-        error = PeerLostError(f"The job ended: {verdict.reason}.", rank=cause.rank, task=cause.task, host=cause.host)
+        error = PeerLostError(f"The job ended: {root_cause.reason}.", rank=cause.rank, task=cause.task, host=cause.host)
     if cause is not None:
-        error.add_note(failure_report.render(verdict, outcome.ends, full=False, traceback=False))
+        error.add_note(failure_report.render(root_cause, outcome.exits, full=False, traceback=False))
     if log_dir is not None:
         try:
-            failure_report.write(log_dir, verdict, outcome.ends)
+            failure_report.write(log_dir, root_cause, outcome.exits)
         except OSError as problem:
             error.add_note(f"This report cannot be written to {log_dir}: {problem.strerror}.")
     return error

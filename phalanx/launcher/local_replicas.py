@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import NoReturn
 
 from phalanx.cluster.resolvers import TFConfigClusterResolver
-from phalanx.config.environment import allows_colour, process_environment, set_variables
+from phalanx.config.environment import allows_color, process_environment, set_variables
 from phalanx.config.environment_variables import JOB_ID, LISTEN_FD, LOCAL_REPLICAS, TF_CONFIG
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.devices.gpu_assignment import device_variables
@@ -71,7 +71,7 @@ class LocalReplicas:
     def failure(self) -> str:
         """On rank 0: why the other replicas exited early; empty if they did not."""
         outcome = None if self._supervisor is None else self._supervisor.failure
-        return "" if outcome is None else outcome.verdict.reason
+        return "" if outcome is None else outcome.root_cause.reason
 
     def kill(self) -> None:
         """On rank 0: kill the other replicas immediately. Safe to call twice."""
@@ -312,11 +312,11 @@ class _ReplicaSupervisor(JobObserver):
         if is_error and not (process_exit.has_failed() and _failed_by_itself()):
             self._console.feed(rank, is_error, data)
 
-    def started(self, placement: WorkerPlacement, pid: int) -> None:
+    def task_started(self, placement: WorkerPlacement, pid: int) -> None:
         logger.debug("%s started, pid %d", placement.task, pid)
 
-    def exited(self, end: WorkerExit) -> None:
-        self._console.finish(end.rank)
+    def task_exited(self, exit_: WorkerExit) -> None:
+        self._console.finish(exit_.rank)
 
     # ---- the end of the job
 
@@ -334,22 +334,24 @@ class _ReplicaSupervisor(JobObserver):
         """Find the replica that raised the error whose effect rank 0 met, among those ended for exiting too slowly."""
         if self._outcome is not None and self.failure is None:
             # The job considers itself stopped from outside, which does not explain what delayed them.
-            ends = [replace(end, hung=end.hung or end.by_launcher) for end in self._outcome.ends]
-            self._outcome = replace(self._outcome, verdict=find_root_cause(ends), ends=ends)
+            exits = [
+                replace(exit_, is_hung=exit_.is_hung or exit_.was_ended_by_launcher) for exit_ in self._outcome.exits
+            ]
+            self._outcome = replace(self._outcome, root_cause=find_root_cause(exits), exits=exits)
 
     @property
     def failure(self) -> JobOutcome | None:
         outcome = self._outcome
-        return outcome if outcome is not None and outcome.verdict.cause is not None else None
+        return outcome if outcome is not None and outcome.root_cause.cause is not None else None
 
     def raise_failure(self) -> None:
         if self._has_crashed:
             raise PhalanxError("The supervisor of the local replicas failed and stopped them; see the log.")
         failure = self.failure
-        if failure is not None and failure.verdict.cause is not None:
-            cause = failure.verdict.cause
+        if failure is not None and failure.root_cause.cause is not None:
+            cause = failure.root_cause.cause
             raise PeerLostError(
-                f"A local replica failed: {failure.verdict.reason}.",
+                f"A local replica failed: {failure.root_cause.reason}.",
                 rank=cause.rank,
                 task=cause.task,
                 host=socket.gethostname(),
@@ -379,13 +381,13 @@ class _ReplicaSupervisor(JobObserver):
         """Exit code of this process due to the other replicas; 0 if none failed."""
         if self._has_crashed:
             return PhalanxError.exit_code
-        return 0 if self.failure is None else self.failure.verdict.code
+        return 0 if self.failure is None else self.failure.root_cause.code
 
     def _report(self) -> None:
         self._reported = True
         if self.failure is not None:
-            colour = sys.stderr.isatty() and allows_colour()
-            page = failure_report.render(self.failure.verdict, self.failure.ends, full=False, colour=colour)
+            color = sys.stderr.isatty() and allows_color()
+            page = failure_report.render(self.failure.root_cause, self.failure.exits, full=False, color=color)
             self._console.message(page)
 
     def _at_exit(self) -> None:

@@ -96,8 +96,8 @@ def run(hosts: Sequence[HostShare] = ()) -> int:
     chosen = judge_choice(keras_backend(environment), [backend.name for backend in backends])
     for finding in (*judge(machine, backends), *chosen, _check_port(), *_check_hosts(hosts, console)):
         found.append(finding)
-        colour = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}[finding.verdict]
-        line = f"[{colour}]{finding.verdict.value:<8}[/] {escape(finding.text)}"
+        color = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}[finding.verdict]
+        line = f"[{color}]{finding.verdict.value:<8}[/] {escape(finding.text)}"
         console.print(line, highlight=False, soft_wrap=True)
     return RendezvousError.exit_code if any(each.verdict is Verdict.PROBLEM for each in found) else 0
 

@@ -10,15 +10,15 @@ from phalanx import errors
 
 DEFAULT_RESTARTS = 10
 """Maximum number of restarts of one task."""
-SHORT_LIFE_S = 5.0
-"""A task that lives no longer than this has hardly begun to train, since its imports alone take seconds."""
-MAX_SHORT_LIVES = 7
-"""Number of consecutive short lives after which a task is given up. A server on a fast machine may be back, and be
-killed again, within SHORT_LIFE_S, and should survive this a few times."""
+EARLY_FAILURE_S = 5.0
+"""A task that runs no longer than this has hardly begun to train, since its imports alone take seconds."""
+MAX_EARLY_FAILURES = 7
+"""Number of consecutive early failures after which a task is not restarted. A server on a fast machine may be back, and
+be killed again, within EARLY_FAILURE_S, and should survive this a few times."""
 FIRST_DELAY_S = 0.5
-"""Delay before the second restart after consecutive short lives; doubled for each further one."""
+"""Delay before the second restart after consecutive early failures; doubled for each further one."""
 
-_HOPELESS = {
+_NOT_RESTARTABLE_CODES = {
     error.exit_code
     for error in (
         errors.ConfigurationError,
@@ -48,24 +48,28 @@ class RestartPolicy:
         self._allowed = allowed
         self._elastic = elastic
         self._restarts: dict[int, int] = defaultdict(int)  # by rank
-        self._short_lives: dict[int, int] = defaultdict(int)  # in a row
+        self._early_failures: dict[int, int] = defaultdict(int)  # in a row
 
-    def delay_s(self, rank: int, returncode: int | None, lived_s: float, *, outlived: bool = False) -> float | None:
+    def delay_s(
+        self, rank: int, returncode: int | None, uptime_s: float, *, others_continue: bool = False
+    ) -> float | None:
         """Seconds to wait before this task is restarted; None if it is not. A delay counts as a restart.
 
         Args:
             returncode: See `WorkerExit`.
-            lived_s: Seconds since its process was started.
-            outlived: Whether the others continue without it.
+            uptime_s: Seconds since its process was started.
+            others_continue: Whether the others continue without it.
         """
         killed = returncode is not None and returncode < 0 and returncode != -signal.SIGINT  # SIGINT is deliberate
-        restartable = killed or returncode == errors.EvictedError.exit_code or (outlived and returncode is not None)
+        restartable = (
+            killed or returncode == errors.EvictedError.exit_code or (others_continue and returncode is not None)
+        )
         if self._elastic and returncode not in (None, 0):
-            restartable = returncode not in _HOPELESS
+            restartable = returncode not in _NOT_RESTARTABLE_CODES
         if not restartable or self._restarts[rank] >= self._allowed:
             return None
-        self._short_lives[rank] = short = self._short_lives[rank] + 1 if lived_s < SHORT_LIFE_S else 0
-        if short >= MAX_SHORT_LIVES:
+        self._early_failures[rank] = short = self._early_failures[rank] + 1 if uptime_s < EARLY_FAILURE_S else 0
+        if short >= MAX_EARLY_FAILURES:
             return None
         self._restarts[rank] += 1
         return FIRST_DELAY_S * 2 ** (short - 2) if short > 1 else 0.0

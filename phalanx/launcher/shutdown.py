@@ -1,13 +1,13 @@
 """How the launcher ends a job: its states, and the steps that are due at each time.
 
 Pure decisions: maps events and times to states and steps, which `JobSupervisor` executes. No wait is unbounded: every
-schedule ends with SIGKILL, and then gives up on a process that survives even SIGKILL.
+schedule ends with SIGKILL, and then abandons a process that survives even SIGKILL.
 
-    RUNNING ── FAILED ──> FAILING ── SIGNALLED ──> TERMINATING
+    RUNNING ── FAILED ──> FAILING ── SIGNALED ───> TERMINATING
        │                                              ^  ^
-       ├─ INTERRUPTED ──> INTERRUPTING ── SIGNALLED ──┘  │ OVERDUE, or KILLED in any state
-       ├─ PREEMPTED ────> PREEMPTING ─── SIGNALLED ──> PREEMPTED ── CHECKPOINTING ──> CHECKPOINTING
-       └─ ONLY_OPTIONAL_LEFT ──> FINISHING, which takes the same events as RUNNING
+       ├─ INTERRUPTED ──> INTERRUPTING ── SIGNALED ───┘  │ OVERDUE, or KILLED in any state
+       ├─ PREEMPTED ────> PREEMPTING ─── SIGNALED ────> PREEMPTED ── CHECKPOINTING ──> CHECKPOINTING
+       └─ OPTIONAL_TASKS_LEFT ──> FINISHING, which takes the same events as RUNNING
 
 An event without a transition from the current state changes nothing. The first reason to end a job therefore remains
 the reason: a failure during a preemption does not shorten the time for the checkpoint, and Ctrl-C after a failure does
@@ -30,7 +30,7 @@ TERMINATION_S = 2.0
 # After Ctrl-C or SIGTERM, the program may have work to finish.
 INTERRUPT_GRACE_S = 5.0
 # A killed process can hang in the kernel (a dead network file system), where nothing ends it.
-GIVE_UP_S = 5.0
+ABANDON_S = 5.0
 
 
 class ShutdownStep(enum.Enum):
@@ -40,7 +40,7 @@ class ShutdownStep(enum.Enum):
     INTERRUPT = "interrupt"
     TERMINATE = "terminate"
     KILL = "kill"
-    GIVE_UP = "give up"
+    ABANDON = "abandon"
 
 
 class JobState(enum.Enum):
@@ -66,13 +66,13 @@ class JobState(enum.Enum):
 class Trigger(enum.Enum):
     """An event that changes the state of a job."""
 
-    ONLY_OPTIONAL_LEFT = "only optional tasks are left"
+    OPTIONAL_TASKS_LEFT = "only optional tasks are left"
     FAILED = "a worker failed"
     INTERRUPTED = "SIGINT received"
     PREEMPTED = "another signal received"
     KILLED = "SIGINT received again"
     OVERDUE = "optional tasks run for too long"
-    SIGNALLED = "workers were signalled"
+    SIGNALED = "workers were signaled"
     CHECKPOINTING = "a worker saves a checkpoint"
 
 
@@ -82,14 +82,14 @@ _FROM_RUNNING = {
     Trigger.PREEMPTED: JobState.PREEMPTING,
 }
 TRANSITIONS: Mapping[JobState, Mapping[Trigger, JobState]] = {
-    JobState.RUNNING: {**_FROM_RUNNING, Trigger.ONLY_OPTIONAL_LEFT: JobState.FINISHING},
+    JobState.RUNNING: {**_FROM_RUNNING, Trigger.OPTIONAL_TASKS_LEFT: JobState.FINISHING},
     JobState.FINISHING: {**_FROM_RUNNING, Trigger.OVERDUE: JobState.TERMINATING},
-    JobState.FAILING: {Trigger.SIGNALLED: JobState.TERMINATING, Trigger.KILLED: JobState.TERMINATING},
+    JobState.FAILING: {Trigger.SIGNALED: JobState.TERMINATING, Trigger.KILLED: JobState.TERMINATING},
     JobState.INTERRUPTING: {
-        Trigger.SIGNALLED: JobState.TERMINATING,
+        Trigger.SIGNALED: JobState.TERMINATING,
         Trigger.KILLED: JobState.TERMINATING,
     },
-    JobState.PREEMPTING: {Trigger.SIGNALLED: JobState.PREEMPTED, Trigger.KILLED: JobState.TERMINATING},
+    JobState.PREEMPTING: {Trigger.SIGNALED: JobState.PREEMPTED, Trigger.KILLED: JobState.TERMINATING},
     JobState.PREEMPTED: {
         Trigger.CHECKPOINTING: JobState.CHECKPOINTING,
         Trigger.KILLED: JobState.TERMINATING,
@@ -101,13 +101,13 @@ TRANSITIONS: Mapping[JobState, Mapping[Trigger, JobState]] = {
     },
     JobState.TERMINATING: {Trigger.KILLED: JobState.TERMINATING},
 }
-_SIGNALLED = (JobState.PREEMPTED, JobState.CHECKPOINTING, JobState.TERMINATING)
+_SIGNALED = (JobState.PREEMPTED, JobState.CHECKPOINTING, JobState.TERMINATING)
 
 Schedule = tuple[tuple[float, ShutdownStep], ...]
 
 
 def _kill_at(time: float) -> Schedule:
-    return ((time, ShutdownStep.KILL), (time + GIVE_UP_S, ShutdownStep.GIVE_UP))
+    return ((time, ShutdownStep.KILL), (time + ABANDON_S, ShutdownStep.ABANDON))
 
 
 def after_failure(now: float, grace_s: float = DEFAULT_GRACE_S) -> Schedule:
@@ -158,7 +158,7 @@ class ShutdownPlan:
         self._grace_s = grace_s
         self._preemption_grace_s = preemption_grace_s
         self._schedule: Schedule = ()  # the remaining steps, the next one first
-        self._finish_by: float | None = None  # when optional tasks are ended; used in FINISHING only
+        self._optional_deadline: float | None = None  # when optional tasks are ended; used in FINISHING only
         # Filled by signal handlers and emptied by the loop. No lock: append and popleft are atomic.
         self._requests: deque[int] = deque()
         self._signals = 0  # number of handled signals
@@ -174,25 +174,25 @@ class ShutdownPlan:
         return self.state not in (JobState.RUNNING, JobState.FINISHING)
 
     @property
-    def has_signalled(self) -> bool:
+    def has_signaled(self) -> bool:
         """Whether workers have received a signal, so that their exits reveal nothing about the cause."""
-        return self.state in _SIGNALLED
+        return self.state in _SIGNALED
 
     @property
     def next_due(self) -> float | None:
         """Time of the next check; None if nothing is scheduled."""
         if self._schedule:
             return self._schedule[0][0]
-        return self._finish_by if self.state is JobState.FINISHING else None
+        return self._optional_deadline if self.state is JobState.FINISHING else None
 
-    def finish_within(self, now: float, seconds: float) -> None:
+    def set_optional_deadline(self, now: float, seconds: float) -> None:
         """Limit the time of the remaining tasks, because no other task waits for them."""
-        if self._apply(Trigger.ONLY_OPTIONAL_LEFT, ()):
-            self._finish_by = now + seconds
+        if self._apply(Trigger.OPTIONAL_TASKS_LEFT, ()):
+            self._optional_deadline = now + seconds
 
     def check_overdue(self, now: float) -> bool:
         """End the optional tasks once their time is over; return whether this call did."""
-        late = self._finish_by is not None and self._finish_by <= now
+        late = self._optional_deadline is not None and self._optional_deadline <= now
         return late and self._apply(Trigger.OVERDUE, after_overdue_evaluation(now))
 
     def fail(self, now: float) -> bool:
@@ -230,7 +230,7 @@ class ShutdownPlan:
         (_, step), *rest = self._schedule
         self._schedule = tuple(rest)
         if step is not ShutdownStep.DUMP_STACKS:  # dumping stacks ends no worker
-            self._apply(Trigger.SIGNALLED, self._schedule)
+            self._apply(Trigger.SIGNALED, self._schedule)
         return step
 
     def _apply(self, event: Trigger, schedule: Schedule) -> bool:

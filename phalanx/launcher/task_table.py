@@ -47,7 +47,7 @@ class TaskRecord:
         pid, started_at: Id and start time of its current or last process.
         restart_at: Time at which a RESTARTING task is due.
         kill_at: Time at which it is killed if it has been released from an elastic job and does not exit.
-        give_up_at: Time at which a killed task counts as exited although its process still exists.
+        abandon_at: Time at which a killed task counts as exited although its process still exists.
         previous: The exit before its last restart.
         exit: Its final exit.
         is_released: Whether its exit is neither a failure nor the end of the job.
@@ -62,7 +62,7 @@ class TaskRecord:
     started_at: float | None = None
     restart_at: float = 0.0
     kill_at: float | None = None
-    give_up_at: float | None = None
+    abandon_at: float | None = None
     previous: WorkerExit | None = None
     exit: WorkerExit | None = None
     is_released: bool = False
@@ -97,20 +97,20 @@ class TaskRecord:
 
     @property
     def has_succeeded(self) -> bool:
-        return self.exit is not None and not self.exit.failed
+        return self.exit is not None and not self.exit.has_failed
 
     @property
     def next_due(self) -> float | None:
         """Time of its next scheduled action; None if nothing is scheduled."""
-        dues = [self.kill_at, self.give_up_at, self.restart_at if self.state is TaskState.RESTARTING else None]
+        dues = [self.kill_at, self.abandon_at, self.restart_at if self.state is TaskState.RESTARTING else None]
         return min((due for due in dues if due is not None), default=None)
 
-    def lived_s(self, now: float) -> float:
+    def uptime_s(self, now: float) -> float:
         """Seconds since its process was started."""
         return 0.0 if self.started_at is None else now - self.started_at
 
     def restarted_recently(self, now: float) -> bool:
-        return self.previous is not None and self.lived_s(now) < RECENT_RESTART_S
+        return self.previous is not None and self.uptime_s(now) < RECENT_RESTART_S
 
 
 class TaskTable:
@@ -189,7 +189,7 @@ class TaskTable:
             return self.is_complete or (has_success and not self.is_training)
         return self.chief_has_exited or self.servers_have_finished
 
-    def only_optional_left(self, now: float) -> bool:
+    def has_only_optional_tasks(self, now: float) -> bool:
         """Whether no task waits for those that still run: evaluators; servers whose workers have all exited; and, once
         chief and servers have exited, workers that they excluded."""
         left = self.open
@@ -206,12 +206,12 @@ class TaskTable:
                 return chief.restarted_recently(now) or all(record.is_evaluator for record in left)
         return all(record.is_evaluator for record in left)
 
-    def may_restart(self, record: TaskRecord, *, outlived: bool) -> bool:
+    def may_restart(self, record: TaskRecord, *, others_continue: bool) -> bool:
         """Whether an exited task still has work to do, in a job that is not shutting down."""
         if not record.placement.spec.restartable or self.training_is_over:
             return False
         # A member of an elastic job needs another member that has the training's state.
-        return not self._elastic or not record.trains or outlived
+        return not self._elastic or not record.trains or others_continue
 
     def was_excluded(self, record: TaskRecord) -> bool:
         """Whether this worker exits after the chief and all servers have finished. They do not wait for a worker that
@@ -233,21 +233,21 @@ class TaskTable:
             or (returncode == PeerLostError.exit_code and self.was_excluded(record))
         )
 
-    def is_outlived(
+    def can_continue_without(
         self,
         record: TaskRecord,
         returncode: int | None,
         diagnostics: WorkerDiagnostics,
         *,
         is_shutting_down: bool,
-        left_early: bool = False,
+        has_left_early: bool = False,
     ) -> bool:
         """Whether the other tasks continue without a task that has just exited."""
         if not record.trains:
             return False
         # Only running ones: if all others have finished, none can take over this task's remaining work.
         others = [other for other in self if other.trains and other is not record]
-        has_failed = returncode != 0 or left_early
+        has_failed = returncode != 0 or has_left_early
         if self._elastic and has_failed and any(other.state is TaskState.RUNNING for other in others):
             return True
         return not is_shutting_down and self._has_lost_contact(record, returncode, diagnostics)
@@ -261,7 +261,7 @@ class TaskTable:
             return True
         error, previous = diagnostics.error, record.previous
         is_late = error is not None and error.code == RendezvousError.exit_code
-        return is_late and previous is not None and previous.outlived
+        return is_late and previous is not None and previous.others_continue
 
     def _misses_a_task(self, record: TaskRecord, diagnostics: WorkerDiagnostics) -> bool:
         """Whether a worker exited because it lost a server or the chief and, as far as is known, the others did not."""
@@ -276,28 +276,28 @@ class TaskTable:
         )
 
 
-def exits_to_judge(table: TaskTable, exits_before: int) -> list[WorkerExit]:
-    """The exits that explain why an elastic job was given up.
+def find_abort_causes(table: TaskTable, num_exits_before: int) -> list[WorkerExit]:
+    """Find the exits that explain why an elastic job was aborted.
 
     If a worker found no member left, the members that it lost are the cause, even if they were being restarted. Their
     exits after the restart are a consequence, unless they ran again and raised an unrelated error.
 
     Args:
-        exits_before: Number of tasks that had exited for good when the job was given up.
+        num_exits_before: Number of tasks that had exited for good when the job was aborted.
     """
     causes = []
     for exit_ in table.exits:
         previous = table[exit_.rank].previous
-        causes.append(previous if previous is not None and _is_echo(exit_, exits_before) else exit_)
+        causes.append(previous if previous is not None and _is_echo(exit_, num_exits_before) else exit_)
     # Workers without a slot have no final exit, but their last exit may have been the cause.
     vacant = [record.previous for record in table if record.state is TaskState.VACANT]
     causes += [previous for previous in vacant if previous is not None]
-    return [replace(cause, outlived=False) for cause in causes]
+    return [replace(cause, others_continue=False) for cause in causes]
 
 
-def _is_echo(exit_: WorkerExit, exits_before: int) -> bool:
+def _is_echo(exit_: WorkerExit, num_exits_before: int) -> bool:
     """Whether a task exited because the job ended."""
     error = exit_.diagnostics.error
     not_own = (*CONSEQUENCES, RendezvousError.exit_code, EvictedError.exit_code, PreemptedError.exit_code)
     own = error is not None and not error.interrupted and error.code not in not_own
-    return (exit_.by_launcher or exit_.order >= exits_before) and not own
+    return (exit_.was_ended_by_launcher or exit_.exit_index >= num_exits_before) and not own

@@ -27,7 +27,7 @@ from phalanx.monitoring.startup_noise import StartupNoiseFilter
 # A control sequence (ECMA-48, ECMA-35): CSI ... final byte, or OSC ... terminator, or an escape of two characters or
 # more, as `tput sgr0` (ESC ( B) and `tput sc` (ESC 7) write them.
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\-~])")
-_COLOUR_ESCAPE = re.compile(r"\x1b\[[0-9;:]*m")
+_COLOR_ESCAPE = re.compile(r"\x1b\[[0-9;:]*m")
 _INCOMPLETE_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*|[ -/]+)?$")
 _TOKEN = re.compile(rf"{_ESCAPE.pattern}|[\r\n\b]|[^\x1b\r\n\b]+|\x1b")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -35,7 +35,7 @@ _ERASE = "\r\x1b[2K"
 _RESET = "\x1b[0m"
 _SHOW_CURSOR = "\x1b[?25h"
 # Distinct on dark and light backgrounds.
-_COLOURS = ("36", "33", "35", "32", "34", "31")
+_COLORS = ("36", "33", "35", "32", "34", "31")
 # A line that never ends must not fill the memory; it is shown in pieces of this length.
 MAX_LINE_CHARACTERS = 100_000
 # The longest sequences in use set a window's title.
@@ -50,11 +50,11 @@ class TextSink(Protocol):
     def flush(self) -> object: ...
 
 
-def prefixes(tasks: Sequence[str], *, colour: bool) -> list[str]:
+def prefixes(tasks: Sequence[str], *, color: bool) -> list[str]:
     """The prefix of each task's lines."""
-    if not colour:
+    if not color:
         return [f"[{task}] " for task in tasks]
-    return [f"\x1b[{_COLOURS[i % len(_COLOURS)]}m[{task}]{_RESET} " for i, task in enumerate(tasks)]
+    return [f"\x1b[{_COLORS[i % len(_COLORS)]}m[{task}]{_RESET} " for i, task in enumerate(tasks)]
 
 
 def without_escapes(text: str) -> str:
@@ -73,7 +73,7 @@ def width(text: str) -> int:
 
 
 def plain_text(content: bytes) -> str:
-    """A task's output as a terminal shows it in the end, without colours."""
+    """A task's output as a terminal shows it in the end, without colors."""
     lines = content.decode(errors="replace").replace("\r\n", "\n").split("\n")
     return "\n".join(_without_controls(_final(line)) for line in lines)
 
@@ -144,13 +144,13 @@ class LiveLine:
     Args:
         prefix: of the line.
         is_notebook: whether the "terminal" is a cell of a notebook: of control sequences it knows carriage returns and
-            colours.
-        colour: whether the chief's own colours are let through.
+            colors.
+        color: whether the chief's own colors are let through.
     """
 
-    def __init__(self, prefix: str, *, is_notebook: bool = False, colour: bool = True):
+    def __init__(self, prefix: str, *, is_notebook: bool = False, color: bool = True):
         self._prefix = prefix
-        self._colour = colour
+        self._color = color
         self._is_notebook = is_notebook
         self._shown: list[str] = []  # what the last line shows, without the prefix
         self._shown_characters = 0
@@ -167,7 +167,7 @@ class LiveLine:
         written = []
         self.escaped = self.escaped or "\x1b" in text
         for token in _TOKEN.findall(text):
-            if not self._colour and _COLOUR_ESCAPE.fullmatch(token):
+            if not self._color and _COLOR_ESCAPE.fullmatch(token):
                 continue
             if token == "\n":
                 if self._at_start and not self._shown:
@@ -177,7 +177,7 @@ class LiveLine:
             elif token == "\r":
                 self._at_start = True
             elif token == "\b" and (self._at_start or self._is_notebook):
-                continue  # it would run into the prefix; notebooks would remove parts of colours with it
+                continue  # it would run into the prefix; notebooks would remove parts of colors with it
             elif token.startswith("\x1b[") and token[-1] in "JK":
                 self._begin()
             elif _ESCAPE.fullmatch(token) and not token.endswith("m"):
@@ -227,7 +227,7 @@ class Console:
         tasks: names of the tasks, in rank order; rank 0 is the chief.
         out, err: where stdout and stderr of the tasks go; the same object if they are the same place.
         columns: width of the terminal; None if `out` is no terminal, and NOTEBOOK if it is the cell of a notebook.
-        colour: whether prefixes are coloured, and the tasks' own colours let through.
+        color: whether prefixes are colored, and the tasks' own colors let through.
         logs: for each task a file for all of its output; empty to log nothing.
         quiet: whether start-up lines of TensorFlow are left out; they are logged all the same.
     """
@@ -239,16 +239,16 @@ class Console:
         err: TextSink,
         *,
         columns: int | None = None,
-        colour: bool = False,
+        color: bool = False,
         logs: Sequence[BinaryIO] = (),
         quiet: bool = False,
     ):
         self.columns = columns
         self._out, self._err = out, err
-        self._prefixes = prefixes(tasks, colour=colour)
-        self._colour = colour
+        self._prefixes = prefixes(tasks, color=color)
+        self._color = color
         self._logs = [PlainLog(file) for file in logs]
-        self._live = LiveLine(self._prefixes[0], is_notebook=columns == NOTEBOOK, colour=colour)
+        self._live = LiveLine(self._prefixes[0], is_notebook=columns == NOTEBOOK, color=color)
         self._ended: list[TextSink] = []  # outputs that accept nothing any more, such as a file on a full disk
         # By rank and whether it is stderr. A piece of output may end within a character, a line or an escape sequence.
         self._decoders: dict[tuple[int, bool], codecs.IncrementalDecoder] = {}
@@ -313,7 +313,7 @@ class Console:
         self._put_above(True, text if text.endswith("\n") else f"{text}\n")
 
     def close(self) -> None:
-        """Restore the terminal: the cursor visible and at the start of a line, no colour."""
+        """Restore the terminal: the cursor visible and at the start of a line, no color."""
         if self.columns is not None:
             self._write(False, self._live.feed("\n") if self._live.is_open else "")
             # An interrupted progress bar may have left the cursor hidden.
@@ -321,7 +321,7 @@ class Console:
                 self._write(False, f"{_RESET}{_SHOW_CURSOR}")
 
     def _write_lines(self, rank: int, is_error: bool, lines: Sequence[str]) -> None:
-        shown = lines if self._colour else [without_escapes(line) for line in lines]
+        shown = lines if self._color else [without_escapes(line) for line in lines]
         if shown:
             self._put_above(is_error, "".join(f"{self._prefixes[rank]}{line}\n" for line in shown))
 

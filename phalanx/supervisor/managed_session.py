@@ -45,13 +45,13 @@ class SessionServices:
         checkpoints: The directory for checkpoints; None saves nothing.
         save_every_s: Seconds between two checkpoints; 0 saves only on request.
         writer: Writes event files; None writes no summaries.
-        summarise_every_s: Seconds between two summaries of the steps per second.
+        summarize_every_s: Seconds between two summaries of the steps per second.
     """
 
     checkpoints: CheckpointDirectory | None = None
     save_every_s: float = 0.0
     writer: EventWriter | None = None
-    summarise_every_s: float = 0.0
+    summarize_every_s: float = 0.0
 
 
 @dataclass
@@ -120,8 +120,8 @@ class ManagedSession:
         self.requests = BoundaryRequests()
         self.progress = FitProgress()
         self._step = 0  # as last read or counted; the value for other threads
-        self._saved_at = self._summarised_at = time.monotonic()
-        self._summarised_step = 0  # `_step` at the last summary
+        self._saved_at = self._summarized_at = time.monotonic()
+        self._summarized_step = 0  # `_step` at the last summary
 
     # The program's interface.
 
@@ -190,7 +190,7 @@ class ManagedSession:
     def begin(self, restored: StoredCheckpoint | None) -> None:
         """Begin the session: the model has its initial values."""
         self.restored = restored
-        self._step = self._summarised_step = self.global_step
+        self._step = self._summarized_step = self.global_step
 
     def boundary(self) -> None:
         """Save and summarize what is due. Called in the training thread, between two steps."""
@@ -202,9 +202,9 @@ class ManagedSession:
                 self.save()
             except OSError as error:  # the disk may have space later; the last save raises
                 logger.warning("%s. Training continues; the next attempt is in %g s.", error, services.save_every_s)
-        if services.summarise_every_s and now - self._summarised_at >= services.summarise_every_s:
-            rate = (self._step - self._summarised_step) / (now - self._summarised_at)
-            self._summarised_at, self._summarised_step = now, self._step
+        if services.summarize_every_s and now - self._summarized_at >= services.summarize_every_s:
+            rate = (self._step - self._summarized_step) / (now - self._summarized_at)
+            self._summarized_at, self._summarized_step = now, self._step
             self._note({"global_step/sec": rate}, self._step)
 
     def _note(self, values: Mapping[str, Any], step: int) -> None:
@@ -213,7 +213,7 @@ class ManagedSession:
             self.summarise(values, step)
         except OSError as error:
             logger.warning("Nothing more is written to the event file of this session: %s.", error)
-            self._services = replace(self._services, writer=None, summarise_every_s=0.0)
+            self._services = replace(self._services, writer=None, summarize_every_s=0.0)
 
     def finish(self) -> None:
         """Save the last step. Called if the program ended without an error."""

@@ -228,7 +228,7 @@ class Supervisor:
         )
         try:
             # First the chief restores or initializes the values; then the other workers receive them.
-            restored = self._initialise(session, checkpoints, counter) if self._is_chief else None
+            restored = self._initialize(session, checkpoints, counter) if self._is_chief else None
             self._wait_for_chief(session, checkpoints, member, counter)
             if session.restored is None:
                 session.begin(restored)
@@ -237,7 +237,7 @@ class Supervisor:
             raise
         return session
 
-    def _initialise(
+    def _initialize(
         self, session: ManagedSession, checkpoints: CheckpointDirectory | None, counter: StepCounter
     ) -> StoredCheckpoint | None:
         """On the chief: restore the newest checkpoint, or save the initial values now, so that a directory that is not

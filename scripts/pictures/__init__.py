@@ -1,6 +1,6 @@
 """The pictures of the documentation: `make pictures` draws them into docs/images.
 
-svg             shapes and colours, for light and dark
+svg             shapes and colors, for light and dark
 recorded_job    real jobs on this machine, of which pictures tell
 architecture, step_timeline, killed_worker, terminal    one picture each
 """

@@ -47,13 +47,13 @@ def draw(timeline: Path) -> str:
         drawing.text(LEFT - 10, y + 17, f"worker/{rank}", 12, anchor="end")
         drawing.text(LEFT - 10, y + BAR + 22, "network", 11, "muted", "end")
         for span in (each for each in shown if each.rank == rank):
-            colours = PARTS if span.track == TRAINING else COLLECTIVES
-            if span.name not in colours:
+            colors = PARTS if span.track == TRAINING else COLLECTIVES
+            if span.name not in colors:
                 continue
             first, last = max(span.begin, begin), min(span.end, end)
             x, width = LEFT + (first - begin) * scale, max((last - first) * scale, 1)
             top, height = (y, BAR) if span.track == TRAINING else (y + BAR + 6, 22)
-            drawing.box(x, top, width, height, colours[span.name], radius=2)
+            drawing.box(x, top, width, height, colors[span.name], radius=2)
             if span.track == TRAINING and width > 7 * len(span.name):
                 drawing.text(x + width / 2, top + 17, span.name, 11, "ink", "middle")
     _axis(drawing, below, scale, end - begin)
@@ -96,7 +96,7 @@ def _legend(drawing: Drawing, y: float) -> None:
         ("callbacks, packing", "grey"),
     ]
     x = float(LEFT)
-    for name, colour in entries:
-        drawing.box(x, y - 10, 12, 12, colour, radius=2)
+    for name, color in entries:
+        drawing.box(x, y - 10, 12, 12, color, radius=2)
         drawing.text(x + 17, y, name, 11.5, "muted")
         x += 36 + 5.9 * len(name)

@@ -1,7 +1,7 @@
-"""A drawing: shapes and text in colours that fit light and dark pages.
+"""A drawing: shapes and text in colors that fit light and dark pages.
 
 Alone, as in the README, a drawing follows the reader's system. In the site it is part of the page
-(`scripts/docs_hooks.py`) and follows the palette: `docs/stylesheets/phalanx.css` sets the same colours.
+(`scripts/docs_hooks.py`) and follows the palette: `docs/stylesheets/phalanx.css` sets the same colors.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ FONT = "ui-sans-serif, system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 CLASS = "phalanx-picture"
 
 
-def variables(colours: dict[str, str]) -> str:
-    return " ".join(f"--{name}: {value};" for name, value in colours.items())
+def variables(colors: dict[str, str]) -> str:
+    return " ".join(f"--{name}: {value};" for name, value in colors.items())
 
 
 STYLE = (
@@ -50,7 +50,7 @@ STYLE = (
 
 
 def themed(plot: str, text: str) -> str:
-    """A plot of Matplotlib, whose text has the colour `text`, in the colours of the page."""
+    """A plot of Matplotlib, whose text has the color `text`, in the colors of the page."""
     svg = plot[plot.index("<svg") :].replace(text, "var(--text)")
     return svg.replace("<svg ", f'<svg class="{CLASS}" ', 1).replace(">", f">\n<style>{STYLE}</style>", 1)
 
@@ -100,7 +100,7 @@ class Drawing:
         y: float,
         text: str,
         size: float = 13,
-        colour: str = "text",
+        color: str = "text",
         anchor: str = "start",
         bold: bool = False,
     ) -> None:
@@ -108,25 +108,25 @@ class Drawing:
         weight = ' font-weight="600"' if bold else ""
         self._shapes.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"{weight} '
-            f'style="fill: var(--{colour})">{escape(text)}</text>'
+            f'style="fill: var(--{color})">{escape(text)}</text>'
         )
 
-    def line(self, points: list[tuple[float, float]], colour: str = "line", width: float = 1.5, dash: str = "") -> None:
+    def line(self, points: list[tuple[float, float]], color: str = "line", width: float = 1.5, dash: str = "") -> None:
         """Straight lines from point to point."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
         self._shapes.append(
-            f'<polyline points="{path}" fill="none" stroke="var(--{colour})" stroke-width="{width}"{dashes}/>'
+            f'<polyline points="{path}" fill="none" stroke="var(--{color})" stroke-width="{width}"{dashes}/>'
         )
 
-    def arrow(self, start: tuple[float, float], end: tuple[float, float], colour: str = "line") -> None:
+    def arrow(self, start: tuple[float, float], end: tuple[float, float], color: str = "line") -> None:
         """A line with a head, horizontal or vertical."""
         (x0, y0), (x1, y1) = start, end
-        self.line([start, end], colour)
+        self.line([start, end], color)
         step = 7
         if x0 == x1:
             side = step if y1 < y0 else -step
-            self.line([(x1 - 4, y1 + side), end, (x1 + 4, y1 + side)], colour)
+            self.line([(x1 - 4, y1 + side), end, (x1 + 4, y1 + side)], color)
         else:
             side = step if x1 < x0 else -step
-            self.line([(x1 + side, y1 - 4), end, (x1 + side, y1 + 4)], colour)
+            self.line([(x1 + side, y1 - 4), end, (x1 + side, y1 + 4)], color)

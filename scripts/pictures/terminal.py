@@ -1,4 +1,4 @@
-"""A terminal that shows what a job has printed, in its own colours."""
+"""A terminal that shows what a job has printed, in its own colors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draw(command: str, shown: str, title: str) -> str:
 
     Args:
         command: as the user has typed it.
-        shown: what it has printed, with its colours.
+        shown: what it has printed, with its colors.
         title: of the window.
     """
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")

@@ -178,7 +178,7 @@ def test_the_stream_says_what_changes_until_the_job_is_over(hub: JobHub, running
         dashboard = Dashboard(hub, token=TOKEN, port=PORT)
         stream = dashboard.events("")
         found = [_parse(await anext(stream)) for _ in range(2)]
-        recorder.noticed("news")
+        recorder.message("news")
         await dashboard.refresh()
         found.append(_parse(await anext(stream)))
         recorder.record(events.JobEnded(120.0, 1, "worker/1 failed", page="why"))

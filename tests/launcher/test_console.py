@@ -102,7 +102,7 @@ def test_a_redrawn_bar_keeps_its_prefix_and_place() -> None:
     assert drawn(output) == ["[0] 3/10 done", ""]
 
 
-def test_the_prefix_stands_before_the_colour_of_the_text() -> None:
+def test_the_prefix_stands_before_the_color_of_the_text() -> None:
     assert LiveLine("[0] ").feed("\r\x1b[2K\x1b[1mEpoch") == "\r\x1b[2K[0] \x1b[1mEpoch"
 
 
@@ -151,7 +151,7 @@ def test_bytes_that_are_no_text_are_shown_as_such() -> None:
 
 def test_the_log_has_lines_without_control_characters() -> None:
     log, out = io.BytesIO(), io.StringIO()
-    console = Console(["worker/0"], out, out, columns=80, colour=True, logs=[log])
+    console = Console(["worker/0"], out, out, columns=80, color=True, logs=[log])
     for byte in f"one\r\n\r{BAR}\b\b\r{BAR}\x07 größe\nlast".encode():
         console.feed(0, False, bytes([byte]))
     assert log.getvalue().decode() == "one\n 3/10 ━━━ - loss: 0.5 größe\n"
@@ -163,11 +163,11 @@ def test_the_log_has_lines_without_control_characters() -> None:
 
 
 @pytest.mark.parametrize("columns", [None, 80])
-def test_without_colours_those_of_the_tasks_are_left_out_too(columns: int | None) -> None:
+def test_without_colors_those_of_the_tasks_are_left_out_too(columns: int | None) -> None:
     shown, out = screen(columns=columns)
     for rank in (0, 1):
-        shown.feed(rank, False, b"\x1b[1mbold\x1b[0m and \x1b[38;5;200mcolour\x1b[0m\n")
-    assert out.getvalue() == "[worker/0] bold and colour\n[worker/1] bold and colour\n"
+        shown.feed(rank, False, b"\x1b[1mbold\x1b[0m and \x1b[38;5;200mcolor\x1b[0m\n")
+    assert out.getvalue() == "[worker/0] bold and color\n[worker/1] bold and color\n"
 
 
 def test_width_does_not_count_escapes() -> None:
@@ -260,7 +260,7 @@ def test_where_a_test_runner_has_closed_its_stand_in_the_real_one_is_used(capfd:
     assert "[worker/0] still here" in capfd.readouterr().out
 
 
-def test_a_notebook_gets_no_control_sequences_but_carriage_returns_and_colours() -> None:
+def test_a_notebook_gets_no_control_sequences_but_carriage_returns_and_colors() -> None:
     console, out = screen(columns=NOTEBOOK)
     console.feed(0, False, f"\r{BAR} and more".encode())
     console.feed(1, False, b"a line\n")

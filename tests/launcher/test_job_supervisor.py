@@ -80,15 +80,15 @@ class Recorder(JobObserver):
     def output(self, rank: int, is_error: bool, data: bytes) -> None:
         self.text.append((rank, is_error, data))
 
-    def failed(self, end: WorkerExit) -> None:
+    def job_failed(self, end: WorkerExit) -> None:
         self.failures.append(end.rank)
 
-    def survived(self, end: WorkerExit, how: str) -> None:
+    def exit_survived(self, end: WorkerExit, how: str) -> None:
         restart = how.removeprefix("starting it again (").removesuffix(")")
         self.returned += [f"{end.task} {restart}"] if restart != how else []
         self.behind += [end.task] if restart == how else []
 
-    def noticed(self, text: str) -> None:
+    def message(self, text: str) -> None:
         names, is_late, _ = text.partition(" still runs ")
         self.late = names.split(", ") if is_late else self.late
 
@@ -122,9 +122,9 @@ def test_a_job_ends_when_all_workers_have() -> None:
     job, recorder = make(host)
     job.start()
     outcome = job.run()
-    assert outcome.verdict.success
-    assert [end.rank for end in outcome.ends] == [0, 1]
-    assert [end.pid for end in outcome.ends] == [100, 101]
+    assert outcome.root_cause.success
+    assert [end.rank for end in outcome.exits] == [0, 1]
+    assert [end.pid for end in outcome.exits] == [100, 101]
     assert recorder.text == [(0, False, b"x")]
     assert host.calls == []
     assert host.closed
@@ -134,7 +134,7 @@ def test_survivors_that_end_by_themselves_get_no_signal() -> None:
     host = FakeHost([[done(1, 5)], [done(0, 71)]])
     job, recorder = make(host)
     job.start()
-    assert job.run().verdict.code == 5
+    assert job.run().root_cause.code == 5
     assert host.calls == []
     assert recorder.failures == [1]
 
@@ -145,17 +145,17 @@ def test_survivors_that_hang_are_asked_for_stacks_then_ended_then_killed() -> No
     job.start()
     outcome = job.run()
     assert host.calls == [("dump", 0, 0), ("signal", 0, signal.SIGTERM), ("signal", 0, signal.SIGKILL)]
-    assert outcome.ends[0].hung
-    assert outcome.ends[0].by_launcher
-    assert outcome.verdict.cause is not None
-    assert outcome.verdict.cause.rank == 1
+    assert outcome.exits[0].is_hung
+    assert outcome.exits[0].was_ended_by_launcher
+    assert outcome.root_cause.cause is not None
+    assert outcome.root_cause.cause.rank == 1
 
 
 def test_a_process_that_even_sigkill_does_not_end_is_given_up() -> None:
     host = FakeHost([[done(1, 5)]], mortal=())
     job, _ = make(host)
     job.start()
-    assert job.run().verdict.code == 5
+    assert job.run().root_cause.code == 5
     assert host.closed
 
 
@@ -164,7 +164,7 @@ def test_ctrl_c_takes_the_stacks_before_it_interrupts() -> None:
     job, _ = make(host)
     job.start()
     job.stop(signal.SIGINT)
-    assert job.run().verdict.code == 130
+    assert job.run().root_cause.code == 130
     assert host.calls == [
         ("dump", 0, 0),
         ("dump", 1, 0),
@@ -180,7 +180,7 @@ def test_ctrl_c_after_a_signal_kills_at_once(first: signal.Signals, code: int) -
     job.start()
     job.stop(first)
     job.stop(signal.SIGINT)
-    assert job.run().verdict.code == code
+    assert job.run().root_cause.code == code
     assert host.calls == [("signal", 0, signal.SIGKILL)]
 
 
@@ -199,8 +199,8 @@ def test_a_failure_before_ctrl_c_stays_the_reason() -> None:
     host = FakeHost([[done(1, 5)], [], []])
     job, recorder = make(host)
     job.start()
-    recorder.failed = lambda end: job.stop(signal.SIGINT)  # type: ignore[method-assign]
-    assert job.run().verdict.code == 5
+    recorder.job_failed = lambda end: job.stop(signal.SIGINT)  # type: ignore[method-assign]
+    assert job.run().root_cause.code == 5
 
 
 def test_a_killed_task_is_started_again() -> None:
@@ -208,8 +208,8 @@ def test_a_killed_task_is_started_again() -> None:
     job, recorder = make(host, restarts=2)
     job.start()
     outcome = job.run()
-    assert outcome.verdict.success
-    assert [end.pid for end in outcome.ends] == [100, 201]
+    assert outcome.root_cause.success
+    assert [end.pid for end in outcome.exits] == [100, 201]
     assert host.calls == [("restart", 1, 0)]
     assert recorder.returned == ["worker/1 1 of 2"]
 
@@ -218,7 +218,7 @@ def test_a_task_that_fails_by_itself_is_not_started_again() -> None:
     host = FakeHost([[done(1, 5)], [done(0, 71)]])
     job, recorder = make(host, restarts=2)
     job.start()
-    assert job.run().verdict.code == 5
+    assert job.run().root_cause.code == 5
     assert recorder.returned == []
 
 
@@ -226,7 +226,7 @@ def test_a_task_is_not_started_again_when_the_first_has_finished() -> None:
     host = FakeHost([[done(0)], [done(1, -signal.SIGKILL)]])
     job, _ = make(host, restarts=2)
     job.start()
-    assert job.run().verdict.code == 128 + signal.SIGKILL
+    assert job.run().root_cause.code == 128 + signal.SIGKILL
     assert ("restart", 1, 0) not in host.calls
 
 
@@ -234,7 +234,7 @@ def test_nobody_is_started_again_while_the_job_ends() -> None:
     host = FakeHost([[done(1, 5)]])  # worker 0 is then killed by the launcher
     job, recorder = make(host, restarts=2)
     job.start()
-    assert job.run().verdict.code == 5
+    assert job.run().root_cause.code == 5
     assert recorder.returned == []
 
 
@@ -244,7 +244,7 @@ def test_a_task_that_waits_to_be_started_again_has_ended_when_another_fails() ->
     job, recorder = make(host, restarts=5)
     job.start()
     outcome = job.run()
-    assert len(outcome.ends) == 2
+    assert len(outcome.exits) == 2
     assert recorder.failures == [0]
 
 
@@ -284,7 +284,7 @@ def test_an_evaluator_may_finish_after_the_others() -> None:
     host = FakeHost([[done(0)], [done(1)], [], [], [done(2)]])
     job, recorder = with_evaluator(host)
     job.start()
-    assert job.run().verdict.success
+    assert job.run().root_cause.success
     assert host.calls == []
     assert recorder.late == ()
 
@@ -294,7 +294,7 @@ def test_an_evaluator_that_does_not_finish_is_ended_and_the_job_is_a_success() -
     job, recorder = with_evaluator(host)
     job.start()
     outcome = job.run()
-    assert outcome.verdict.success
+    assert outcome.root_cause.success
     assert recorder.late == ["evaluator/0"]
     assert host.calls == [("signal", 2, signal.SIGTERM), ("signal", 2, signal.SIGKILL)]
 
@@ -303,7 +303,7 @@ def test_an_evaluator_that_fails_after_the_others_fails_the_job() -> None:
     host = FakeHost([[done(0)], [done(1)], [done(2, 3)]])
     job, recorder = with_evaluator(host)
     job.start()
-    assert job.run().verdict.code == 3
+    assert job.run().root_cause.code == 3
     assert recorder.failures == [2]
 
 
@@ -311,7 +311,7 @@ def test_a_server_that_still_runs_is_not_waited_for_with_the_evaluators_patience
     host = FakeHost([[done(0)], *[[]] * 30, [done(1)], [done(2)]])
     job, recorder = with_evaluator(host, grace_s=1)
     job.start()
-    assert job.run().verdict.success
+    assert job.run().root_cause.success
     assert recorder.late == ()
 
 
@@ -337,7 +337,7 @@ def test_a_worker_that_was_left_out_and_is_stopped_does_not_keep_the_job() -> No
     host = FakeHost([[done(0)], [done(2)]])
     job, recorder = of_servers(host)
     job.start()
-    assert job.run().verdict.success
+    assert job.run().root_cause.success
     assert recorder.late == ["worker/1"]
 
 
@@ -345,7 +345,7 @@ def test_a_worker_that_was_left_out_is_started_again_or_forgotten() -> None:
     host = FakeHost([[done(1, EvictedError.exit_code)], [], [done(0)], [done(1, EvictedError.exit_code)], [done(2)]])
     job, recorder = of_servers(host)
     job.start()
-    assert job.run().verdict.success
+    assert job.run().root_cause.success
     assert recorder.returned == ["worker/1 1 of 1"]
 
 
@@ -354,7 +354,7 @@ def test_a_worker_that_wakes_when_all_is_over_has_lost_nobody(code: int, success
     host = FakeHost([[done(0)], [done(2)], [done(1, code)]])
     job, _ = of_servers(host)
     job.start()
-    assert job.run().verdict.success is success
+    assert job.run().root_cause.success is success
 
 
 def without(rank: int, task: str = "", *, silent: str = "") -> Exited:
@@ -373,7 +373,7 @@ def test_a_worker_that_does_not_reach_the_servers_is_started_again_and_then_gone
     host = FakeHost([[end], [], [Exited(1, RendezvousError.exit_code, LATE)], [], [done(0)], [done(2)]])
     job, recorder = of_servers(host)
     job.start()
-    assert job.run().verdict.success
+    assert job.run().root_cause.success
     assert recorder.returned == ["worker/1 1 of 1"]
     assert recorder.behind == ["worker/1"]
     assert recorder.failures == []
@@ -388,7 +388,7 @@ def test_a_worker_that_alone_does_not_reach_the_chief_is_started_again_and_then_
     host = FakeHost([[without(1, "chief/0")], [], [late], [], [late], [], [done(0)], [done(2)], [done(3)]])
     job, recorder = of_a_coordinator(host, restarts=2)
     job.start()
-    assert job.run().verdict.success
+    assert job.run().root_cause.success
     assert recorder.returned == ["worker/0 1 of 2", "worker/0 2 of 2"]
     assert recorder.behind == ["worker/0"]
 
@@ -397,7 +397,7 @@ def test_when_no_worker_reaches_the_chief_the_job_ends() -> None:
     host = FakeHost([[without(1, "chief/0"), without(3, "chief/0")], [done(0, 71), done(2, 71)]])
     job, recorder = of_a_coordinator(host)
     job.start()
-    assert job.run().verdict.code == PeerLostError.exit_code
+    assert job.run().root_cause.code == PeerLostError.exit_code
     assert recorder.failures == [3]
 
 
@@ -405,7 +405,7 @@ def test_the_host_of_a_worker_among_servers_is_gone_on_without() -> None:
     host = FakeHost([[done(1, None)], [], [done(0)], [done(2)]])
     job, recorder = of_servers(host)
     job.start()
-    assert job.run().verdict.success
+    assert job.run().root_cause.success
     assert (recorder.returned, recorder.behind) == ([], ["worker/1"])
 
 
@@ -413,7 +413,7 @@ def test_a_host_that_is_lost_while_the_job_ends_may_be_the_cause() -> None:
     host = FakeHost([[without(0, "worker/1")], [done(1, None)], [done(2, PeerLostError.exit_code)]])
     job, _ = of_servers(host)
     job.start()
-    cause = job.run().verdict.cause
+    cause = job.run().root_cause.cause
     assert cause is not None
     assert cause.task == "worker/1"
 
@@ -423,7 +423,7 @@ def test_a_job_does_not_go_on_without_its_chief_or_before_it_was_whole(end: Exit
     host = FakeHost([[end], [done(1 - end.rank, PeerLostError.exit_code), done(2, PeerLostError.exit_code)]])
     job, recorder = of_servers(host)
     job.start()
-    assert job.run().verdict.code == end.returncode
+    assert job.run().root_cause.code == end.returncode
     assert recorder.failures == [end.rank]
 
 
@@ -478,7 +478,7 @@ def test_a_worker_whose_place_is_good_is_started_again_there() -> None:
     host, seats = FakeHost([[done(1, 1)], [], [done(1), done(0)]]), Seats()
     job, recorder = elastic(host, seats)
     job.start()
-    assert job.run().verdict.success
+    assert job.run().root_cause.success
     assert ("left", 1, True) in seats.heard
     assert host.calls[0] == ("restart", 1, 0)
     assert recorder.returned == ["worker/1 1 of 5"]
@@ -491,7 +491,7 @@ def test_a_worker_that_leaves_early_with_code_0_is_started_again() -> None:
     job.training_changed(is_training=True)
     seats.update = lambda: seats.early.clear() if ("restart", 1, 0) in host.calls else None  # type: ignore[method-assign]
     job.start()
-    assert job.run().verdict.success
+    assert job.run().root_cause.success
     assert [call for call in host.calls if call[0] == "restart"] == [("restart", 1, 0)] * 2
     assert recorder.returned == ["worker/1 1 of 5", "worker/1 2 of 5"]
 
@@ -517,9 +517,9 @@ def test_a_worker_that_leaves_early_is_the_cause_if_the_job_ends_for_it() -> Non
 
     seats.update = abort  # type: ignore[method-assign]
     job.start()
-    verdict = job.run().verdict
-    assert verdict.code == PeerLostError.exit_code
-    assert verdict.reason == "worker/1 left the job with exit code 0 while the others still depended on it"
+    root_cause = job.run().root_cause
+    assert root_cause.code == PeerLostError.exit_code
+    assert root_cause.reason == "worker/1 left the job with exit code 0 while the others still depended on it"
 
 
 def test_a_worker_that_is_lost_with_its_host_goes_to_another_one() -> None:
@@ -530,9 +530,9 @@ def test_a_worker_that_is_lost_with_its_host_goes_to_another_one() -> None:
     job, _ = elastic(host, seats)
     job.start()
     outcome = job.run()
-    assert outcome.verdict.success
+    assert outcome.root_cause.success
     assert other.calls == [("start", 1, 0)]
-    assert [end.returncode for end in outcome.ends] == [0, 0]
+    assert [end.returncode for end in outcome.exits] == [0, 0]
     assert other.closed
 
 
@@ -541,8 +541,8 @@ def test_a_seat_that_stays_vacant_is_nobodys_failure() -> None:
     job, _ = elastic(host, seats)
     job.start()
     outcome = job.run()
-    assert outcome.verdict.success
-    assert [end.rank for end in outcome.ends] == [0]
+    assert outcome.root_cause.success
+    assert [end.rank for end in outcome.exits] == [0]
     assert ("restart", 1, 0) not in host.calls
 
 
@@ -550,7 +550,7 @@ def test_the_last_member_that_is_lost_with_its_host_ends_the_job() -> None:
     host, seats = FakeHost([[done(1, None), done(0, None)]]), Seats()
     job, _ = elastic(host, seats)
     job.start()
-    assert job.run().verdict.code == 71
+    assert job.run().root_cause.code == 71
 
 
 class GivingUpHost(FakeHost):
@@ -570,12 +570,12 @@ def test_an_elastic_job_that_is_given_up_ended_by_those_whom_it_lost() -> None:
     host = GivingUpHost([[done(0, killed)], [], [], [], [], [], [done(1, killed)]])
     host.job, recorder = elastic(host, Seats())
     host.job.start()
-    verdict = host.job.run().verdict
+    root_cause = host.job.run().root_cause
     assert [call for call in host.calls if call[0] == "restart"] == [("restart", 0, 0), ("restart", 1, 0)]
     assert recorder.returned == ["worker/0 1 of 5", "worker/1 1 of 5"]
-    assert verdict.code == 128 + signal.SIGKILL
-    assert verdict.cause is not None
-    assert verdict.cause.task == "worker/0"
+    assert root_cause.code == 128 + signal.SIGKILL
+    assert root_cause.cause is not None
+    assert root_cause.cause.task == "worker/0"
 
 
 def test_a_job_whose_workers_were_all_sent_away_has_not_succeeded() -> None:
@@ -593,9 +593,9 @@ def test_a_job_whose_workers_were_all_sent_away_has_not_succeeded() -> None:
         return 0.0
 
     seats.update = tick  # type: ignore[method-assign]
-    verdict = job.run().verdict
+    root_cause = job.run().root_cause
     assert next(ticks) > 5
-    assert (verdict.code, verdict.reason) == (RendezvousError.exit_code, "none joined")
+    assert (root_cause.code, root_cause.reason) == (RendezvousError.exit_code, "none joined")
 
 
 def test_a_job_that_is_over_does_not_wait_for_one_that_cannot_be_killed() -> None:
@@ -604,7 +604,7 @@ def test_a_job_that_is_over_does_not_wait_for_one_that_cannot_be_killed() -> Non
     job.start()
     job.loop.run_soon(lambda: job.finish(["worker/0"]))
     outcome = job.run()
-    assert outcome.verdict.success
+    assert outcome.root_cause.success
     assert ("signal", 1, signal.SIGKILL) in host.calls
 
 
@@ -621,7 +621,7 @@ def test_one_that_is_not_wanted_and_does_not_end_is_killed(monkeypatch: pytest.M
         return [*wants(), *([done(0)] if killed else [])]
 
     host.events = events  # type: ignore[method-assign]
-    assert job.run().verdict.success
+    assert job.run().root_cause.success
     assert ("left", 1, False) in seats.heard
 
 
@@ -658,15 +658,15 @@ def test_hosts_that_were_never_there_are_not_waited_for_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "runs"),
+    ("root_cause", "runs"),
     [
         pytest.param(RootCause(PeerLostError.exit_code, None, "all members were lost at once"), 2, id="all were lost"),
         pytest.param(RootCause(RendezvousError.exit_code, None, "no other arrived"), 1, id="too few came"),
         pytest.param(RootCause(128 + signal.SIGTERM, None, "it was stopped", was_requested=True), 1, id="stopped"),
     ],
 )
-def test_a_job_that_lost_all_members_is_started_again(verdict: RootCause, runs: int) -> None:
-    outcomes = [JobOutcome(verdict, [], {}), JobOutcome(RootCause(0, None, "done"), [], {})]
+def test_a_job_that_lost_all_members_is_started_again(root_cause: RootCause, runs: int) -> None:
+    outcomes = [JobOutcome(root_cause, [], {}), JobOutcome(RootCause(0, None, "done"), [], {})]
     attempts: list[int] = []
 
     def run_once(attempt: int) -> JobOutcome:
@@ -676,5 +676,5 @@ def test_a_job_that_lost_all_members_is_started_again(verdict: RootCause, runs: 
     said: list[str] = []
     outcome = job_runner._run_with_restarts(run_once, said.append, 3)
     assert attempts == list(range(runs))
-    assert any(verdict.reason in text for text in said) == (runs == 2)
+    assert any(root_cause.reason in text for text in said) == (runs == 2)
     assert outcome is outcomes[runs - 1]

@@ -151,13 +151,13 @@ def test_a_failing_replica_says_why_and_decides_the_exit_code(launcher: Launcher
 
 def test_the_error_of_a_replica_that_took_too_long_to_exit_is_the_cause() -> None:
     diagnostics = WorkerDiagnostics(error=CrashReport("ValueError", "the cause", "traceback"))
-    end = WorkerExit(1, "worker/1", "here", 2, 1, 0, by_launcher=True, diagnostics=diagnostics)
+    end = WorkerExit(1, "worker/1", "here", 2, 1, 0, was_ended_by_launcher=True, diagnostics=diagnostics)
     supervisor = object.__new__(local_replicas._ReplicaSupervisor)
     supervisor._outcome = JobOutcome(find_root_cause([end], interrupted_by=signal.SIGTERM), [end])
     assert supervisor.failure is None, "rank 0 has ended it"
     supervisor._look_for_cause()
     assert supervisor.failure is not None
-    assert "ValueError: the cause" in supervisor.failure.verdict.reason
+    assert "ValueError: the cause" in supervisor.failure.root_cause.reason
 
 
 def test_a_rank_0_that_does_not_notice_is_ended(launcher: Launcher) -> None:

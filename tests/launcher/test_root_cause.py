@@ -23,11 +23,11 @@ def lost(task: str) -> WorkerDiagnostics:
 
 
 def test_codes_of_phalanx_that_the_program_chose_itself_are_ends_of_its_own() -> None:
-    verdict = find_root_cause([end(0, LOST, 0, diagnostics=lost("worker/1")), end(1, LOST, 1)])
-    assert verdict.cause is not None
-    assert verdict.cause.rank == 1
-    verdict = find_root_cause([end(0, LOST, 0, diagnostics=lost("worker/1")), end(1, 75, 1)])
-    assert (verdict.code, verdict.cause and verdict.cause.rank) == (75, 1)
+    root_cause = find_root_cause([end(0, LOST, 0, diagnostics=lost("worker/1")), end(1, LOST, 1)])
+    assert root_cause.cause is not None
+    assert root_cause.cause.rank == 1
+    root_cause = find_root_cause([end(0, LOST, 0, diagnostics=lost("worker/1")), end(1, 75, 1)])
+    assert (root_cause.code, root_cause.cause and root_cause.cause.rank) == (75, 1)
     told = WorkerDiagnostics(error=CrashReport("PreemptedError", "told to end", "Traceback ...", code=75))
     assert (
         find_root_cause([end(0, LOST, 0, diagnostics=lost("worker/1")), end(1, 75, 1, diagnostics=told)]).cause is None
@@ -37,91 +37,93 @@ def test_codes_of_phalanx_that_the_program_chose_itself_are_ends_of_its_own() ->
 def test_who_is_aborted_by_jax_because_rank_0_is_gone_is_no_cause() -> None:
     aborted = WorkerDiagnostics(output="    @     0x7f4cdad040ee  xla::CoordinationServiceAgent::SetError()")
     for code in (1, -signal.SIGKILL):
-        verdict = find_root_cause([end(0, code, 1), end(1, -signal.SIGABRT, 0, diagnostics=aborted)])
-        assert verdict.cause is not None
-        assert verdict.cause.rank == 0
+        root_cause = find_root_cause([end(0, code, 1), end(1, -signal.SIGABRT, 0, diagnostics=aborted)])
+        assert root_cause.cause is not None
+        assert root_cause.cause.rank == 0
 
 
 def test_who_catches_the_loss_of_another_is_no_cause() -> None:
     caught = WorkerDiagnostics(error=CrashReport("RuntimeError", "wrapped", "Traceback ...", "worker/1", code=LOST))
-    verdict = find_root_cause([end(0, 1, 0, diagnostics=caught), end(1, 1, 1)])
-    assert verdict.cause is not None
-    assert verdict.cause.rank == 1
+    root_cause = find_root_cause([end(0, 1, 0, diagnostics=caught), end(1, 1, 1)])
+    assert root_cause.cause is not None
+    assert root_cause.cause.rank == 1
 
 
 def test_who_does_not_go_down_after_its_own_error_is_the_cause() -> None:
     own = WorkerDiagnostics(error=CrashReport("ValueError", "boom", "Traceback ...", code=1))
     ends = [
         end(0, LOST, 0, diagnostics=lost("worker/1")),
-        end(1, -signal.SIGKILL, 1, by_launcher=True, hung=True, diagnostics=own),
+        end(1, -signal.SIGKILL, 1, was_ended_by_launcher=True, is_hung=True, diagnostics=own),
     ]
-    verdict = find_root_cause(ends)
-    assert (verdict.code, verdict.cause and verdict.cause.rank) == (1, 1)
-    assert "failed with ValueError: boom" in verdict.reason
+    root_cause = find_root_cause(ends)
+    assert (root_cause.code, root_cause.cause and root_cause.cause.rank) == (1, 1)
+    assert "failed with ValueError: boom" in root_cause.reason
     interrupted = WorkerDiagnostics(error=CrashReport("RuntimeError", "wrapped", "Traceback ...", interrupted=True))
     for words in (WorkerDiagnostics(), interrupted):
-        verdict = find_root_cause([ends[0], end(1, -signal.SIGKILL, 1, by_launcher=True, hung=True, diagnostics=words)])
-        assert (verdict.code, verdict.cause and verdict.cause.rank) == (LOST, 1)
-        assert "left the job and did not end" in verdict.reason
+        root_cause = find_root_cause(
+            [ends[0], end(1, -signal.SIGKILL, 1, was_ended_by_launcher=True, is_hung=True, diagnostics=words)]
+        )
+        assert (root_cause.code, root_cause.cause and root_cause.cause.rank) == (LOST, 1)
+        assert "left the job and did not end" in root_cause.reason
     evicted = WorkerDiagnostics(error=CrashReport("EvictedError", "left out", "Traceback ...", code=73))
-    assert find_root_cause([end(0, 0, 0), end(1, 73, 1, by_launcher=True, diagnostics=evicted)]).success
+    assert find_root_cause([end(0, 0, 0), end(1, 73, 1, was_ended_by_launcher=True, diagnostics=evicted)]).success
 
 
 def test_a_job_without_failure_succeeds() -> None:
-    verdict = find_root_cause([end(0, 0, 0), end(1, 0, 1)])
-    assert (verdict.success, verdict.reason) == (True, "all tasks ended without error")
+    root_cause = find_root_cause([end(0, 0, 0), end(1, 0, 1)])
+    assert (root_cause.success, root_cause.reason) == (True, "all tasks ended without error")
 
 
 def test_an_error_of_its_own_is_the_cause_even_if_it_was_seen_last() -> None:
-    verdict = find_root_cause([end(0, LOST, 0), end(1, TIMEOUT, 1), end(2, 3, 2)])
-    assert (verdict.code, verdict.cause and verdict.cause.rank) == (3, 2)
+    root_cause = find_root_cause([end(0, LOST, 0), end(1, TIMEOUT, 1), end(2, 3, 2)])
+    assert (root_cause.code, root_cause.cause and root_cause.cause.rank) == (3, 2)
 
 
 def test_of_several_errors_the_first_is_the_cause() -> None:
-    verdict = find_root_cause([end(0, 1, 1), end(1, 5, 0)])
-    assert verdict.cause is not None
-    assert verdict.cause.rank == 1
+    root_cause = find_root_cause([end(0, 1, 1), end(1, 5, 0)])
+    assert root_cause.cause is not None
+    assert root_cause.cause.rank == 1
 
 
 def test_a_signal_gives_the_code_that_a_shell_would_give() -> None:
-    verdict = find_root_cause([end(0, LOST, 0), end(1, -signal.SIGKILL, 1)])
-    assert verdict.code == 137
-    assert "worker/1" in verdict.reason
-    assert "SIGKILL" in verdict.reason
+    root_cause = find_root_cause([end(0, LOST, 0), end(1, -signal.SIGKILL, 1)])
+    assert root_cause.code == 137
+    assert "worker/1" in root_cause.reason
+    assert "SIGKILL" in root_cause.reason
 
 
 def test_who_was_ended_by_the_launcher_is_no_cause() -> None:
-    verdict = find_root_cause([end(0, -signal.SIGTERM, 1, by_launcher=True), end(1, 4, 0)])
-    assert verdict.code == 4
+    root_cause = find_root_cause([end(0, -signal.SIGTERM, 1, was_ended_by_launcher=True), end(1, 4, 0)])
+    assert root_cause.code == 4
 
 
 def test_leaving_early_without_error_is_the_cause_when_others_missed_that_task() -> None:
-    verdict = find_root_cause([end(0, LOST, 1, diagnostics=lost("worker/1")), end(1, 0, 0), end(2, 0, 2)])
-    assert verdict.code == LOST
-    assert verdict.cause is not None
-    assert verdict.cause.rank == 1
-    assert "exit code 0 while" in verdict.reason
+    root_cause = find_root_cause([end(0, LOST, 1, diagnostics=lost("worker/1")), end(1, 0, 0), end(2, 0, 2)])
+    assert root_cause.code == LOST
+    assert root_cause.cause is not None
+    assert root_cause.cause.rank == 1
+    assert "exit code 0 while" in root_cause.reason
 
 
 def test_an_early_end_that_nobody_missed_is_none() -> None:
-    verdict = find_root_cause([end(0, 3, 1), end(1, 0, 0)])
-    assert verdict.cause is not None
-    assert verdict.cause.rank == 0
+    root_cause = find_root_cause([end(0, 3, 1), end(1, 0, 0)])
+    assert root_cause.cause is not None
+    assert root_cause.cause.rank == 0
 
 
 def test_who_hangs_is_named_when_the_others_only_timed_out() -> None:
-    ends = [end(0, TIMEOUT, 0), end(1, -9, 1, by_launcher=True, hung=True)]
-    verdict = find_root_cause(ends)
-    assert verdict.code == TIMEOUT
-    assert "worker/1 hung" in verdict.reason
-    assert "worker/1" in failure_report.as_json(verdict, ends)["check"]
+    ends = [end(0, TIMEOUT, 0), end(1, -9, 1, was_ended_by_launcher=True, is_hung=True)]
+    root_cause = find_root_cause(ends)
+    assert root_cause.code == TIMEOUT
+    assert "worker/1 hung" in root_cause.reason
+    assert "worker/1" in failure_report.as_json(root_cause, ends)["check"]
 
 
 def test_told_to_end_the_job_ends_with_that_signals_code() -> None:
-    ends = [end(0, -signal.SIGINT, 0, by_launcher=True), end(1, 1, 1, by_launcher=True)]
-    verdict = find_root_cause(ends, interrupted_by=signal.SIGINT)
-    assert (verdict.code, verdict.cause) == (130, None)
-    assert "Ctrl-C" in verdict.reason
+    ends = [end(0, -signal.SIGINT, 0, was_ended_by_launcher=True), end(1, 1, 1, was_ended_by_launcher=True)]
+    root_cause = find_root_cause(ends, interrupted_by=signal.SIGINT)
+    assert (root_cause.code, root_cause.cause) == (130, None)
+    assert "Ctrl-C" in root_cause.reason
 
 
 def test_the_page_says_who_where_and_what_to_check() -> None:
@@ -144,8 +146,8 @@ def test_the_page_says_who_where_and_what_to_check() -> None:
             0,
             -15,
             1,
-            by_launcher=True,
-            hung=True,
+            was_ended_by_launcher=True,
+            is_hung=True,
             diagnostics=WorkerDiagnostics(phase="evaluate", state="S", stacks='File "x.py"'),
         ),
     ]
@@ -157,7 +159,7 @@ def test_the_page_says_who_where_and_what_to_check() -> None:
     assert "Check: " in text
     assert "/logs" in text
     assert "all frames" in text
-    short = failure_report.render(find_root_cause(ends), ends, full=False, colour=True, hint="More").splitlines()
+    short = failure_report.render(find_root_cause(ends), ends, full=False, color=True, hint="More").splitlines()
     assert short[1].startswith("\x1b[1;31mThe job ended: worker/1")
     assert "/me/train.py:19, in check" in short[2]
     assert short.count("own frames") == 1
@@ -174,15 +176,15 @@ def test_the_page_on_a_terminal_is_short_however_long_the_error_and_however_many
     own = WorkerDiagnostics(error=CrashReport("ValueError", "boom", long, folded=long))
     ends = [end(rank, LOST, rank, diagnostics=lost("worker/70")) for rank in range(100)]
     ends[70] = end(70, 1, 200, diagnostics=own)
-    verdict = find_root_cause(ends)
-    short = failure_report.render(verdict, ends, full=False).splitlines()
+    root_cause = find_root_cause(ends)
+    short = failure_report.render(root_cause, ends, full=False).splitlines()
     assert len(short) <= 36
     assert "line 0" in short
     assert "line 499" in short
     assert "  ... 485 lines" in short
     assert "  ... and 94 more tasks" in short
     assert any(line.startswith("  worker/70") for line in short)
-    full = failure_report.render(verdict, ends)
+    full = failure_report.render(root_cause, ends)
     assert "line 250" in full
     assert full.count(" said:\n") == 99
 
@@ -202,21 +204,21 @@ def test_the_reason_is_the_line_of_a_message_that_says_something(message: str, l
 
 
 def test_where_the_lost_task_lived_the_network_is_to_be_looked_at() -> None:
-    ends = [end(0, LOST, 0, diagnostics=lost("ps/0")), end(1, 0, 1), end(2, -15, 2, by_launcher=True)]
+    ends = [end(0, LOST, 0, diagnostics=lost("ps/0")), end(1, 0, 1), end(2, -15, 2, was_ended_by_launcher=True)]
     ends[2] = replace(ends[2], task="ps/0", trains=False)
     assert "Check: the network between worker/0 and ps/0, which was still there" in failure_report.render(
         find_root_cause(ends), ends
     )
-    ends[2] = replace(ends[2], hung=True)  # as servers do, until they are told to end
+    ends[2] = replace(ends[2], is_hung=True)  # as servers do, until they are told to end
     assert "Check: the network between" in failure_report.render(find_root_cause(ends), ends)
     ends[2] = replace(ends[2], diagnostics=WorkerDiagnostics(state="T"))
     assert "ps/0 left the job and did not end" in find_root_cause(ends).reason
 
 
 def test_a_worker_lost_with_its_host_is_the_cause_of_what_others_lost() -> None:
-    verdict = find_root_cause([end(0, LOST, 0, diagnostics=lost("worker/1")), end(1, None, 1)])
-    assert verdict.cause is not None
-    assert verdict.cause.rank == 1
+    root_cause = find_root_cause([end(0, LOST, 0, diagnostics=lost("worker/1")), end(1, None, 1)])
+    assert root_cause.cause is not None
+    assert root_cause.cause.rank == 1
 
 
 def test_a_missing_backend_is_named_with_the_option_that_chooses_an_installed_one(
@@ -237,7 +239,7 @@ def test_a_missing_backend_is_named_with_the_option_that_chooses_an_installed_on
 def test_stacks_without_frames_are_left_out() -> None:
     """A process that collects garbage while it exits has none."""
     empty = WorkerDiagnostics(state="R", stacks="Thread 0x1 (most recent call first):\n  <no Python frame>\n")
-    ends = [end(0, 1, 0), end(1, -9, 1, hung=True, diagnostics=empty)]
+    ends = [end(0, 1, 0), end(1, -9, 1, is_hung=True, diagnostics=empty)]
     assert "Stacks of" not in failure_report.render(find_root_cause(ends), ends)
 
 

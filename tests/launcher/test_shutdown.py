@@ -47,7 +47,7 @@ def test_steps_are_in_order_and_the_last_ones_are_kill_and_give_up(schedule) -> 
     times = [time for time, _ in schedule]
     assert times == sorted(times)
     assert times[0] >= 10.0
-    assert [step for _, step in schedule][-2:] == [ShutdownStep.KILL, ShutdownStep.GIVE_UP]
+    assert [step for _, step in schedule][-2:] == [ShutdownStep.KILL, ShutdownStep.ABANDON]
 
 
 def test_the_first_reason_stays_the_reason() -> None:
@@ -85,14 +85,14 @@ def test_exits_are_the_launchers_doing_from_the_first_signal_on() -> None:
     failed = plan()
     failed.fail(0.0)
     assert steps_until(failed, GRACE_S) == [ShutdownStep.DUMP_STACKS]
-    assert not failed.has_signalled
+    assert not failed.has_signaled
     assert steps_until(failed, GRACE_S + 1) == [ShutdownStep.TERMINATE]
-    assert failed.has_signalled
+    assert failed.has_signaled
 
 
 def test_optional_tasks_are_ended_when_their_time_is_over() -> None:
     finishing = plan()
-    finishing.finish_within(0.0, 5.0)
+    finishing.set_optional_deadline(0.0, 5.0)
     assert finishing.next_due == 5.0
     assert not finishing.check_overdue(4.9)
     assert not finishing.is_shutting_down

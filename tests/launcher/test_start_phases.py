@@ -32,9 +32,9 @@ def test_a_later_step_is_not_shown_as_the_first(place: tuple[int, int]) -> None:
 def test_no_phase_is_shown_once_the_job_is_being_ended() -> None:
     err = io.StringIO()
     reporter = JobReporter(Console(["worker/0"], io.StringIO(), err), verbose=False)
-    reporter.reported("worker/0", 0, TaskReport("import of keras", None, None, 0.0))
-    reporter.stopping()
-    reporter.reported("worker/0", 0, TaskReport(FIRST_STEP, 0, 0, 0.0))
+    reporter.task_reported("worker/0", 0, TaskReport("import of keras", None, None, 0.0))
+    reporter.shutdown_started()
+    reporter.task_reported("worker/0", 0, TaskReport(FIRST_STEP, 0, 0, 0.0))
     assert err.getvalue() == "phalanx: importing keras\n"
 
 

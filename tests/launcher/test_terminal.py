@@ -78,7 +78,7 @@ def test_the_chief_has_a_terminal_and_the_others_do_not(launcher: Launcher) -> N
     assert any(re.fullmatch(r"\[worker/0\] True True (89|69)", line) for line in lines), lines
 
 
-def test_prefixes_are_coloured_unless_the_user_wants_none(launcher: Launcher) -> None:
+def test_prefixes_are_colored_unless_the_user_wants_none(launcher: Launcher) -> None:
     script = launcher.script("print('hello')")
     launcher.environment["TERM"] = "xterm"
     terminal = Terminal(launcher, "-n", "1", script)

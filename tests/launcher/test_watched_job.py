@@ -96,12 +96,12 @@ def test_one_who_follows_has_the_launchers_state(path: Path, watched: tuple[JobR
     follower = JobFollower(path)
     assert follower.update() == []  # the whole state comes first
     assert follower.view == recorder.view
-    recorder.noticed("something")
+    recorder.message("something")
     (event,) = follower.update()
     assert isinstance(event, events.Noticed)
     assert follower.view == recorder.view
     for _ in range(MAX_RECENT + 1):
-        recorder.noticed("more than is kept")
+        recorder.message("more than is kept")
     assert follower.update() == []
     assert follower.view == recorder.view
     recorder.record(events.JobEnded(9.0, 0, "over"))
@@ -192,7 +192,7 @@ def test_what_is_asked_for_is_done_or_refused(path: Path, watched: tuple[JobReco
     recorder, job, control = watched
     begin(recorder)
     for rank in range(2):
-        recorder.reported(f"worker/{rank}", rank, report(1))
+        recorder.task_reported(f"worker/{rank}", rank, report(1))
     recorder._flush()
     assert "saves its state" in send_request(path, ControlRequest("stop")).text
     send_request(path, ControlRequest("checkpoint"))
@@ -231,9 +231,9 @@ def test_the_file_has_what_is_needed_for_the_same_state_and_few_figures(tmp_path
         for second in range(2000):
             now[0] = 2.0 + second
             for rank, task in enumerate(TASKS):
-                recorder.reported(task, rank, report(second, samples=10 * second))
-        recorder.reported("worker/0", 0, report(2000, samples=20_000))
-        recorder.exited(WorkerExit(0, "worker/0", "host", 10, 0, 0))
+                recorder.task_reported(task, rank, report(second, samples=10 * second))
+        recorder.task_reported("worker/0", 0, report(2000, samples=20_000))
+        recorder.task_exited(WorkerExit(0, "worker/0", "host", 10, 0, 0))
         recorder.record(events.JobEnded(now[0] + 1, 0, "over"))
         file.write(b'{"type": "notic')  # the launcher was killed here
     kept = list(read_events(tmp_path))
@@ -250,16 +250,16 @@ def test_the_file_has_the_last_figures_of_each_task_whenever_it_exits(tmp_path: 
         recorder = JobRecorder(file, clock=lambda: now[0])
         begin(recorder, events.FIXED)
         for rank, task in enumerate(TASKS):
-            recorder.reported(task, rank, report(1, samples=10))
+            recorder.task_reported(task, rank, report(1, samples=10))
         now[0] = 10.0
-        recorder.reported("worker/0", 0, report(1, samples=10))
+        recorder.task_reported("worker/0", 0, report(1, samples=10))
         now[0] = 10.1
-        recorder.reported("worker/1", 1, report(2, samples=20))
-        recorder.exited(WorkerExit(1, "worker/1", "host", 11, 0, 0))
+        recorder.task_reported("worker/1", 1, report(2, samples=20))
+        recorder.task_exited(WorkerExit(1, "worker/1", "host", 11, 0, 0))
         now[0] = 10.6
-        recorder.reported("worker/0", 0, report(2, samples=20))
+        recorder.task_reported("worker/0", 0, report(2, samples=20))
         now[0] = 10.7
-        recorder.exited(WorkerExit(0, "worker/0", "host", 10, 0, 0))
+        recorder.task_exited(WorkerExit(0, "worker/0", "host", 10, 0, 0))
     assert read_view(tmp_path).samples == recorder.view.samples == 40
 
 
@@ -270,11 +270,11 @@ def test_figures_that_were_left_out_are_in_the_file_though_the_last_report_has_n
         recorder = JobRecorder(file, clock=lambda: now[0])
         begin(recorder, events.FIXED)
         now[0] = 10.0
-        recorder.reported("worker/0", 0, report(87, samples=870))
+        recorder.task_reported("worker/0", 0, report(87, samples=870))
         now[0] = 10.6
-        recorder.reported("worker/0", 0, report(90, samples=900))
-        recorder.reported("worker/0", 0, TaskReport("evaluate", None, None, 0.0))
-        recorder.exited(WorkerExit(0, "worker/0", "host", 10, -9, 0))
+        recorder.task_reported("worker/0", 0, report(90, samples=900))
+        recorder.task_reported("worker/0", 0, TaskReport("evaluate", None, None, 0.0))
+        recorder.task_exited(WorkerExit(0, "worker/0", "host", 10, -9, 0))
     view = read_view(tmp_path)
     assert (view.steps, view.samples, view.members["worker/0"].phase) == (90, 900, "evaluate")
 
@@ -285,9 +285,11 @@ def test_an_epoch_ends_after_its_steps(tmp_path: Path) -> None:
         recorder = JobRecorder(file, clock=lambda: now[0])
         begin(recorder, events.FIXED)
         now[0] = 10.0
-        recorder.reported("worker/0", 0, report(27, logs={"loss": 2.0}))
+        recorder.task_reported("worker/0", 0, report(27, logs={"loss": 2.0}))
         now[0] = 10.1
-        recorder.reported("worker/0", 0, report(30, logs={"loss": 1.5}, finished_epoch=FinishedEpoch(0, {"loss": 1.0})))
+        recorder.task_reported(
+            "worker/0", 0, report(30, logs={"loss": 1.5}, finished_epoch=FinishedEpoch(0, {"loss": 1.0}))
+        )
     for view in (recorder.view, read_view(tmp_path)):
         assert (view.steps, view.epochs[-1].step, view.logs) == (30, 30, {"loss": 1.0})
 
@@ -301,8 +303,8 @@ def test_a_task_that_was_stopped_leaves_no_traceback_and_has_not_failed() -> Non
         end = WorkerExit(
             rank, f"worker/{rank}", "host", 10 + rank, code, rank, diagnostics=WorkerDiagnostics(error=error)
         )
-        recorder.failed(end)
-        recorder.exited(end)
+        recorder.job_failed(end)
+        recorder.task_exited(end)
     assert [recorder.output_of(task) for task in TASKS] == ["", ""]
     assert not [item for item in recorder.view.feed if "failed with exit code 75" in item.text]
 
@@ -322,7 +324,7 @@ def test_epochs_and_checkpoints_are_events_of_their_own() -> None:
     for steps in (5, 6):
         for rank, task in enumerate(TASKS):
             found = {"checkpoint": checkpoint} if rank == 0 else {}
-            recorder.reported(task, rank, report(steps, finished_epoch=epoch, **found))
+            recorder.task_reported(task, rank, report(steps, finished_epoch=epoch, **found))
     assert [point.epoch for point in recorder.view.epochs] == [0]
     assert [saved.path for saved in recorder.view.checkpoints] == ["/there"]
     assert recorder.view.epochs[0].logs == {"val_loss": 1.0}
@@ -336,17 +338,18 @@ def test_an_epoch_is_recorded_once_however_late_others_report_it() -> None:
         for rank, epoch in reports:
             for _ in range(2):
                 finished = FinishedEpoch(epoch, {"loss": float(rank)})
-                recorder.reported(TASKS[rank], rank, report(1, finished_epoch=finished))
+                recorder.task_reported(TASKS[rank], rank, report(1, finished_epoch=finished))
         return [point.epoch for point in recorder.view.epochs[before:]]
 
     begin(recorder)
     assert finish((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (0, 2)) == [0, 1, 2]
     assert finish((0, 0), (0, 1), (1, 0), (1, 2), (0, 2)) == [0, 1, 2], "another fit"
-    recorder.started(SimpleNamespace(task=TASKS[1], spec=SimpleNamespace(rank=1), host=SimpleNamespace(name="a")), 9)  # type: ignore[arg-type]
+    host = SimpleNamespace(name="a")
+    recorder.task_started(SimpleNamespace(task=TASKS[1], spec=SimpleNamespace(rank=1), host=host), 9)  # type: ignore[arg-type]
     assert finish((1, 2), (1, 3), (0, 3)) == [3], "a worker was replaced"
     begin(recorder)
     for rank, task in enumerate(TASKS):
-        recorder.started(SimpleNamespace(task=task, spec=SimpleNamespace(rank=rank), host=SimpleNamespace(name="a")), 9)  # type: ignore[arg-type]
+        recorder.task_started(SimpleNamespace(task=task, spec=SimpleNamespace(rank=rank), host=host), 9)  # type: ignore[arg-type]
     assert finish((1, 2), (0, 2), (0, 3), (1, 3)) == [2, 3], "the whole job went back to a checkpoint"
 
 
@@ -355,9 +358,9 @@ def test_a_clock_that_is_set_back_delays_no_figures(tmp_path: Path) -> None:
     with open(tmp_path / events.EVENTS_FILE, "wb", 0) as file:
         recorder = JobRecorder(file, clock=lambda: now[0])
         begin(recorder, events.FIXED)
-        recorder.reported("worker/0", 0, report(1))
+        recorder.task_reported("worker/0", 0, report(1))
         now[0] = 100.0
-        recorder.reported("worker/0", 0, report(2))
+        recorder.task_reported("worker/0", 0, report(2))
     assert recorder.view.steps == 2
     assert read_view(tmp_path).steps == 2
 
@@ -375,8 +378,8 @@ def test_what_is_no_text_is_shown_escaped(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_file_and_not_the_job(tmp_path: Path) -> None:
     with open("/dev/full", "wb", 0) as file:
         recorder = JobRecorder(file)
-        recorder.noticed("lost")
-        recorder.noticed("lost too")
+        recorder.message("lost")
+        recorder.message("lost too")
     assert recorder.problem == "No space left on device"
     assert len(recorder.view.feed) == 2
 

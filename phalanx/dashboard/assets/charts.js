@@ -2,7 +2,7 @@
 // Small SVG charts. Everything that comes from a job is set as text, never as markup.
 
 const SVG = "http://www.w3.org/2000/svg";
-const COLOURS = ["--blue", "--amber", "--teal", "--violet", "--pink", "--green", "--red"];
+const COLORS = ["--blue", "--amber", "--teal", "--violet", "--pink", "--green", "--red"];
 
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -134,7 +134,7 @@ class LineChart {
       this.legend,
       ...this.series.map((each, index) => {
         const last = each.points[each.points.length - 1][1];
-        const mark = element("i", { style: { background: `var(${COLOURS[index % COLOURS.length]})` } });
+        const mark = element("i", { style: { background: `var(${COLORS[index % COLORS.length]})` } });
         return element("span", {}, mark, this.series.length > 1 ? `${each.name} ` : "", element("b", { style: { color: "var(--text)" } }, this.format(last)));
       }),
     );
@@ -174,10 +174,10 @@ class LineChart {
       const label = this.axis.time ? show.duration(at) : show.number(at);
       this.svg.append(shape("text", { x: Math.min(right - 12, Math.max(left, this.x(at))), y: height - 5, "text-anchor": "middle" }, label));
     }
-    this.series.forEach((each, index) => this.line(each, COLOURS[index % COLOURS.length], bottom, this.series.length === 1));
+    this.series.forEach((each, index) => this.line(each, COLORS[index % COLORS.length], bottom, this.series.length === 1));
   }
 
-  line(series, colour, bottom, fill) {
+  line(series, color, bottom, fill) {
     let path = "", open = false, begin = 0, end = 0;
     for (const [x, y] of series.points) {
       if (y == null) { open = false; continue; }
@@ -187,12 +187,12 @@ class LineChart {
       end = this.x(x);
     }
     if (fill && path.indexOf("M", 1) < 0) {
-      this.svg.append(shape("path", { d: `${path}L${end} ${bottom}L${begin} ${bottom}Z`, style: { fill: `var(${colour})`, opacity: 0.09 } }));
+      this.svg.append(shape("path", { d: `${path}L${end} ${bottom}L${begin} ${bottom}Z`, style: { fill: `var(${color})`, opacity: 0.09 } }));
     }
-    this.svg.append(shape("path", { d: path, fill: "none", "stroke-width": 1.8, "stroke-linejoin": "round", style: { stroke: `var(${colour})` } }));
+    this.svg.append(shape("path", { d: path, fill: "none", "stroke-width": 1.8, "stroke-linejoin": "round", style: { stroke: `var(${color})` } }));
     if (series.dots || series.points.length === 1) {
       for (const [x, y] of series.points) {
-        if (y != null) this.svg.append(shape("circle", { cx: this.x(x), cy: this.y(y), r: 2.2, style: { fill: `var(${colour})` } }));
+        if (y != null) this.svg.append(shape("circle", { cx: this.x(x), cy: this.y(y), r: 2.2, style: { fill: `var(${color})` } }));
       }
     }
   }
@@ -206,7 +206,7 @@ class LineChart {
     this.svg.append(shape("line", { class: "cross", x1: this.x(x), x2: this.x(x), y1: 8, y2: 168 }));
     const label = this.axis.time ? show.duration(x) : `step ${Math.round(x).toLocaleString("en")}`;
     const lines = this.series.map((each, index) =>
-      element("div", {}, element("i", { style: { background: `var(${COLOURS[index % COLOURS.length]})` } }), `${each.name}  ${this.format(nearest[index][1])}`),
+      element("div", {}, element("i", { style: { background: `var(${COLORS[index % COLORS.length]})` } }), `${each.name}  ${this.format(nearest[index][1])}`),
     );
     this.tip.replaceChildren(element("div", {}, label), ...lines);
     this.tip.hidden = false;

@@ -146,8 +146,8 @@ function drawMembers(head) {
   fill(find("members"), element("div", { class: "member head" }, ...names.map((name) => element("div", {}, name))), ...rows);
 }
 
-function key(colour, text) {
-  return element("span", {}, element("i", { style: { background: `var(${colour})` } }), text);
+function key(color, text) {
+  return element("span", {}, element("i", { style: { background: `var(${color})` } }), text);
 }
 
 function taskCell(member) {

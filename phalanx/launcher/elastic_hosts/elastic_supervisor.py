@@ -116,4 +116,4 @@ class _JobActions:
 
     def _log(self, text: str) -> None:
         if not self._job.is_shutting_down:  # otherwise the launcher ends the members itself
-            self._observer.noticed(text)
+            self._observer.message(text)

@@ -142,7 +142,7 @@ class HostPool:
         observer: JobObserver,
         relay: Callable[[str], None],
     ):
-        self._tasks, self._options, self._log, self._on_hosts = tasks, options, observer.noticed, observer.hosts_changed
+        self._tasks, self._options, self._log, self._on_hosts = tasks, options, observer.message, observer.hosts_changed
         self._drained: set[str] = set()  # hosts that stay withdrawn even if the discovery script lists them
         self._start_timeout_s = start_timeout_s
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from phalanx.config.keras_backends import BACKENDS, installed_backends
-from phalanx.launcher.failures.root_cause import RootCause, WorkerExit, waited_for
+from phalanx.launcher.failures.root_cause import RootCause, WorkerExit, hung_tasks
 from phalanx.launcher.host_messages import STOPPED, WorkerDiagnostics
 from phalanx.launcher.log_directory import JSON_FILE, PAGE_FILE, open_no_link
 from phalanx.monitoring.job_wording import place
@@ -34,65 +34,69 @@ _STATES = {
 }
 
 
-def as_json(verdict: RootCause, ends: Sequence[WorkerExit]) -> dict[str, Any]:
+def as_json(root_cause: RootCause, exits: Sequence[WorkerExit]) -> dict[str, Any]:
     """The report for programs, as JSON values. Its names are documented and must not change."""
-    meaning = exit_codes.meaning(verdict.code)
+    meaning = exit_codes.meaning(root_cause.code)
     return {
-        "exit_code": verdict.code,
-        "reason": verdict.reason,
-        "cause": verdict.cause.task if verdict.cause else None,
+        "exit_code": root_cause.code,
+        "reason": root_cause.reason,
+        "cause": root_cause.cause.task if root_cause.cause else None,
         "meaning": f"{meaning.name}: {meaning.sentence}",
-        "check": _check(verdict, ends),
+        "check": _check(root_cause, exits),
         "tasks": [
             {
-                **{name: getattr(end, name) for name in ("rank", "task", "host", "pid", "by_launcher", "hung")},
-                "exit_code": end.code,
-                "words": end.diagnostics,
+                **{name: getattr(exit_, name) for name in ("rank", "task", "host", "pid")},
+                "by_launcher": exit_.was_ended_by_launcher,
+                "hung": exit_.is_hung,
+                "exit_code": exit_.code,
+                "words": exit_.diagnostics,
             }
-            for end in sorted(ends, key=lambda end: end.rank)
+            for exit_ in sorted(exits, key=lambda exit_: exit_.rank)
         ],
     }
 
 
 def render(
-    verdict: RootCause,
-    ends: Sequence[WorkerExit],
+    root_cause: RootCause,
+    exits: Sequence[WorkerExit],
     *,
     log_dir: Path | None = None,
     full: bool = True,
     fold: bool = False,
     traceback: bool = True,
-    colour: bool = False,
+    color: bool = False,
     hint: str = "",
 ) -> str:
     """The report as text: first the cause, located in the program's code, then its effect on the other tasks.
 
     Args:
-        verdict: Root cause of the job's end.
-        ends: Exits of all tasks.
+        root_cause: Root cause of the job's end.
+        exits: Exits of all tasks.
         log_dir: Directory of the logs; None if there are none.
         full: Whether to include all tracebacks and whole stacks; otherwise the report is folded and fits a terminal.
         fold: Whether tracebacks only count the frames of libraries.
         traceback: Whether to show tracebacks; not needed if an error already has the cause's traceback.
-        colour: Whether to color the cause.
+        color: Whether to color the cause.
         hint: How to see more, if there are no logs.
     """
-    ends = sorted(ends, key=lambda end: end.rank)
-    cause = verdict.cause
-    lines = [_RULE, *_cause(verdict, colour=colour)]
+    exits = sorted(exits, key=lambda exit_: exit_.rank)
+    cause = root_cause.cause
+    lines = [_RULE, *_cause(root_cause, color=color)]
     if traceback and cause is not None:
-        lines += _quoted(cause, ends, full, fold or not full)
-    meaning = exit_codes.meaning(verdict.code)
-    lines += ["", f"Exit code {verdict.code}: {meaning.name} - {meaning.sentence}"]
-    lines += [f"Check: {_check(verdict, ends)}", "", "Each task's end and last progress:"]
-    name_width = max((len(end.task) for end in ends), default=0)
-    shown = ends if full else _nearest(ends, cause)
-    lines += [f"  {end.task:<{name_width}}  {_end(end)}; {_last(end)}" for end in shown]
-    if len(shown) < len(ends):
-        lines.append(f"  ... and {len(ends) - len(shown)} more tasks")
-    lines += _stacks(ends, cause, full)
+        lines += _quoted(cause, exits, full, fold or not full)
+    meaning = exit_codes.meaning(root_cause.code)
+    lines += ["", f"Exit code {root_cause.code}: {meaning.name} - {meaning.sentence}"]
+    lines += [f"Check: {_check(root_cause, exits)}", "", "Each task's end and last progress:"]
+    name_width = max((len(exit_.task) for exit_ in exits), default=0)
+    shown = exits if full else _nearest(exits, cause)
+    lines += [
+        f"  {exit_.task:<{name_width}}  {_describe_exit(exit_)}; {_describe_last_progress(exit_)}" for exit_ in shown
+    ]
+    if len(shown) < len(exits):
+        lines.append(f"  ... and {len(exits) - len(shown)} more tasks")
+    lines += _stacks(exits, cause, full)
     if traceback and full:
-        lines += _echoes(ends, cause, fold)
+        lines += _echoes(exits, cause, fold)
     if log_dir is not None:
         lines += ["", f"The whole output of each task{_AS_FILES}: {log_dir}"]
     elif hint:
@@ -108,28 +112,28 @@ def without_missing_files(page: str, log_dir: Path | None) -> str:
     return page.replace(_AS_FILES, "")
 
 
-def _cause(verdict: RootCause, *, colour: bool) -> list[str]:
+def _cause(root_cause: RootCause, *, color: bool) -> list[str]:
     """The first lines: what happened, and where."""
-    start, bold, end = ("\x1b[1;31m", "\x1b[1m", "\x1b[0m") if colour else ("", "", "")
-    lines = [f"{start}The job ended: {verdict.reason}{end}"]
-    if verdict.cause is not None:
-        diagnostics = verdict.cause.diagnostics
+    start, bold, reset = ("\x1b[1;31m", "\x1b[1m", "\x1b[0m") if color else ("", "", "")
+    lines = [f"{start}The job ended: {root_cause.reason}{reset}"]
+    if root_cause.cause is not None:
+        diagnostics = root_cause.cause.diagnostics
         if diagnostics.error is not None and diagnostics.error.origin:
-            lines.append(f"  {bold}{diagnostics.error.origin}{end}")
+            lines.append(f"  {bold}{diagnostics.error.origin}{reset}")
         if diagnostics.phase is not None:
             lines.append(f"  it was in: {_describe(diagnostics)}")
     return lines
 
 
-def _quoted(cause: WorkerExit, ends: Sequence[WorkerExit], full: bool, fold: bool) -> list[str]:
+def _quoted(cause: WorkerExit, exits: Sequence[WorkerExit], full: bool, fold: bool) -> list[str]:
     """The traceback of the cause. Without one, the end of its output and the error of a task that lost it."""
     error = cause.diagnostics.error
     if error is not None:
         lines = _traceback(error, fold).splitlines()
         return ["", *(lines if full else _shortened(lines))] if lines else []
     lines = ["", f"{cause.task} said last:", cause.diagnostics.output] if cause.diagnostics.output else []
-    errors = ((end, end.diagnostics.error) for end in ends)
-    other, error = next(((end, error) for end, error in errors if error is not None), (cause, None))
+    errors = ((exit_, exit_.diagnostics.error) for exit_ in exits)
+    other, error = next(((exit_, error) for exit_, error in errors if error is not None), (cause, None))
     if error is not None:
         lines += ["", f"{other.task} said: {error.kind}: {error.message}"]
     return lines
@@ -148,47 +152,55 @@ def _shortened(lines: list[str]) -> list[str]:
     return [*lines[:_FIRST_LINES], f"  ... {left_out} lines", *lines[_FIRST_LINES + left_out :]]
 
 
-def _nearest(ends: Sequence[WorkerExit], cause: WorkerExit | None) -> list[WorkerExit]:
+def _nearest(exits: Sequence[WorkerExit], cause: WorkerExit | None) -> list[WorkerExit]:
     """The most informative tasks, as many as there is room for: the cause, then those that are not its echo."""
-    ordered = sorted(ends, key=lambda end: (end is not cause, end.by_launcher and not end.hung, end.distance, end.rank))
-    return sorted(ordered[:TASKS_ON_TERMINAL], key=lambda end: end.rank)
+    ordered = sorted(
+        exits,
+        key=lambda exit_: (
+            exit_ is not cause,
+            exit_.was_ended_by_launcher and not exit_.is_hung,
+            exit_.distance_from_cause,
+            exit_.rank,
+        ),
+    )
+    return sorted(ordered[:TASKS_ON_TERMINAL], key=lambda exit_: exit_.rank)
 
 
-def _stacks(ends: Sequence[WorkerExit], cause: WorkerExit | None, full: bool) -> list[str]:
+def _stacks(exits: Sequence[WorkerExit], cause: WorkerExit | None, full: bool) -> list[str]:
     lines = []
-    for end in ends:
+    for exit_ in exits:
         interrupted = cause is None  # if so, only the position of each task can be reported
-        has_frames = 'File "' in end.diagnostics.stacks  # a process that is exiting may have none left
-        if has_frames and (full or end.hung or end is cause or interrupted):
-            lines += ["", f"Stacks of {end.task}{_state(end.diagnostics)} (innermost call first):"]
-            lines += _indent(_innermost(end.diagnostics.stacks, full))
+        has_frames = 'File "' in exit_.diagnostics.stacks  # a process that is exiting may have none left
+        if has_frames and (full or exit_.is_hung or exit_ is cause or interrupted):
+            lines += ["", f"Stacks of {exit_.task}{_state(exit_.diagnostics)} (innermost call first):"]
+            lines += _indent(_innermost(exit_.diagnostics.stacks, full))
     return lines
 
 
-def _echoes(ends: Sequence[WorkerExit], cause: WorkerExit | None, fold: bool) -> list[str]:
+def _echoes(exits: Sequence[WorkerExit], cause: WorkerExit | None, fold: bool) -> list[str]:
     """The tracebacks of the other tasks."""
     lines = []
-    for end in ends:
-        error = end.diagnostics.error
-        if end is not cause and error is not None and error.traceback and not error.interrupted:
-            lines += ["", f"{end.task} said:", _traceback(error, fold)]
+    for exit_ in exits:
+        error = exit_.diagnostics.error
+        if exit_ is not cause and error is not None and error.traceback and not error.interrupted:
+            lines += ["", f"{exit_.task} said:", _traceback(error, fold)]
     return lines
 
 
-def write(folder: Path, verdict: RootCause, ends: Sequence[WorkerExit]) -> None:
+def write(folder: Path, root_cause: RootCause, exits: Sequence[WorkerExit]) -> None:
     """Write the report and its JSON form into the log directory."""
-    page = render(verdict, ends, log_dir=folder).encode(errors="replace")
-    fields = msgspec.json.format(msgspec.json.encode(as_json(verdict, ends)), indent=2)
+    page = render(root_cause, exits, log_dir=folder).encode(errors="replace")
+    fields = msgspec.json.format(msgspec.json.encode(as_json(root_cause, exits)), indent=2)
     for name, content in ((PAGE_FILE, page), (JSON_FILE, fields)):
         with open(folder / name, "wb", opener=open_no_link) as file:
             file.write(content)
 
 
-def _check(verdict: RootCause, ends: Sequence[WorkerExit]) -> str:
+def _check(root_cause: RootCause, exits: Sequence[WorkerExit]) -> str:
     """The first thing to check."""
-    cause = verdict.cause
+    cause = root_cause.cause
     if cause is None:
-        return exit_codes.meaning(verdict.code).check
+        return exit_codes.meaning(root_cause.code).check
     if cause.returncode is None:
         return f"that {cause.host} runs and can be reached through ssh"
     if cause.returncode == 0:
@@ -196,11 +208,11 @@ def _check(verdict: RootCause, ends: Sequence[WorkerExit]) -> str:
             f"why {cause.task} ended early: os._exit, sys.exit, less data than the others, or a fit, evaluate or "
             f"predict that only some tasks call (under `is_chief`)"
         )
-    hung = waited_for(cause, ends)
+    hung = hung_tasks(cause, exits)
     if hung and cause.code in exit_codes.CONSEQUENCES:
         return f"the stacks of {', '.join(hung)} below: that is where the job hung"
     missed = cause.diagnostics.missed
-    if missed in [end.task for end in ends if end.by_launcher and end.returncode is not None]:
+    if missed in [exit_.task for exit_ in exits if exit_.was_ended_by_launcher and exit_.returncode is not None]:
         return f"the network between {cause.task} and {missed}, which was still there when the launcher ended it"
     if backend := _missing_backend(cause):
         others = " or ".join(f"--backend {other}" for other in installed_backends() if other != backend)
@@ -211,7 +223,7 @@ def _check(verdict: RootCause, ends: Sequence[WorkerExit]) -> str:
         )
     if cause.returncode > 0 and cause.diagnostics.error is None:
         return "the end of its output, and where the program ends itself with this code (`sys.exit`)"
-    return exit_codes.meaning(verdict.code).check
+    return exit_codes.meaning(root_cause.code).check
 
 
 def _missing_backend(cause: WorkerExit) -> str | None:
@@ -222,25 +234,25 @@ def _missing_backend(cause: WorkerExit) -> str | None:
     return next((backend for backend in BACKENDS if error.message == f"No module named '{backend}'"), None)
 
 
-def _end(end: WorkerExit) -> str:
-    if end.returncode is None:
+def _describe_exit(exit_: WorkerExit) -> str:
+    if exit_.returncode is None:
         return "lost with its host"
-    if end.by_launcher:
-        stopped = f"; {_STATES[STOPPED]}" if end.diagnostics.state == STOPPED and not end.diagnostics.stacks else ""
-        return "ended by the launcher" + (" after the grace time" if end.hung else "") + stopped
-    if end.returncode < 0:
-        return f"killed by {exit_codes.signal_name(-end.returncode)}"
-    if end.diagnostics.error is not None:
-        return f"exit code {end.returncode} ({end.diagnostics.error.kind})"
-    return f"exit code {end.returncode}"
+    if exit_.was_ended_by_launcher:
+        stopped = f"; {_STATES[STOPPED]}" if exit_.diagnostics.state == STOPPED and not exit_.diagnostics.stacks else ""
+        return "ended by the launcher" + (" after the grace time" if exit_.is_hung else "") + stopped
+    if exit_.returncode < 0:
+        return f"killed by {exit_codes.signal_name(-exit_.returncode)}"
+    if exit_.diagnostics.error is not None:
+        return f"exit code {exit_.returncode} ({exit_.diagnostics.error.kind})"
+    return f"exit code {exit_.returncode}"
 
 
-def _last(end: WorkerExit) -> str:
-    if end.returncode is None and end.diagnostics.phase is None:
+def _describe_last_progress(exit_: WorkerExit) -> str:
+    if exit_.returncode is None and exit_.diagnostics.phase is None:
         return "its last progress is unknown"
-    if end.diagnostics.phase is None:
+    if exit_.diagnostics.phase is None:
         return "it had not started the program"
-    return f"last in {_describe(end.diagnostics)}, {end.diagnostics.age_s:.1f} s before"
+    return f"last in {_describe(exit_.diagnostics)}, {exit_.diagnostics.age_s:.1f} s before"
 
 
 def _describe(diagnostics: WorkerDiagnostics) -> str:

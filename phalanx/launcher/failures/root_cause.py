@@ -40,11 +40,11 @@ class WorkerExit:
     Attributes:
         rank, task, host, pid: Identity of the task and its process.
         returncode: Return code as in `subprocess`; None if the task was lost with its host.
-        order: Number of tasks that had exited before.
-        by_launcher: Whether it exited only after the launcher had sent it a signal.
-        outlived: Whether the others continued without it.
-        left_early: Whether it left an elastic job with exit code 0 while others still trained.
-        hung: Whether it was still running at the end of the grace period after a failure.
+        exit_index: Number of tasks that had exited before.
+        was_ended_by_launcher: Whether it exited only after the launcher had sent it a signal.
+        others_continue: Whether the others continued without it.
+        has_left_early: Whether it left an elastic job with exit code 0 while others still trained.
+        is_hung: Whether it was still running at the end of the grace period after a failure.
         trains: Whether it is a chief or a worker.
         diagnostics: Information that it left behind.
     """
@@ -54,26 +54,26 @@ class WorkerExit:
     host: str
     pid: int
     returncode: int | None
-    order: int
-    by_launcher: bool = False
-    outlived: bool = False
-    left_early: bool = False
-    hung: bool = False
+    exit_index: int
+    was_ended_by_launcher: bool = False
+    others_continue: bool = False
+    has_left_early: bool = False
+    is_hung: bool = False
     trains: bool = True
     diagnostics: WorkerDiagnostics = field(default_factory=WorkerDiagnostics)
 
     @property
     def code(self) -> int:
         """Its exit code as a shell reports it, or FALSE_SUCCESS_CODE if it left early."""
-        if self.left_early:
+        if self.has_left_early:
             return FALSE_SUCCESS_CODE
         return HOST_LOST_CODE if self.returncode is None else exit_codes.of_return_code(self.returncode)
 
     @property
-    def distance(self) -> int:
+    def distance_from_cause(self) -> int:
         """Distance from the cause: 0 for its own failure, more for the echo of another's, even if the program caught
         the error and exited on its own. An echo is less certain if only the exit code indicates it."""
-        if self.returncode is None or self.left_early:
+        if self.returncode is None or self.has_left_early:
             return 0
         by_code = _CONSEQUENCE.get(self.code, 0)
         if self.returncode == -signal.SIGABRT and _JAX_ABORT in self.diagnostics.output:
@@ -85,16 +85,16 @@ class WorkerExit:
         return 2 * max(by_code, _CONSEQUENCE.get(self.diagnostics.error.code, 0))
 
     @property
-    def stalled(self) -> bool:
+    def is_stalled(self) -> bool:
         """Whether it hung. Servers and evaluators run until they are ended, so they count only if a signal stopped
         them."""
-        return self.hung and (self.trains or self.diagnostics.state == STOPPED)
+        return self.is_hung and (self.trains or self.diagnostics.state == STOPPED)
 
     @property
     def has_own_error(self) -> bool:
         """Whether it had recorded its own error when it was ended, so that something kept it from exiting."""
         error = self.diagnostics.error
-        if not self.hung or error is None or error.interrupted:
+        if not self.is_hung or error is None or error.interrupted:
             return False
         return error.code not in _CONSEQUENCE and error.code != errors.EvictedError.exit_code
 
@@ -107,18 +107,20 @@ class WorkerExit:
         )
 
     @property
-    def failed(self) -> bool:
-        return self.returncode != 0 or self.left_early
+    def has_failed(self) -> bool:
+        return self.returncode != 0 or self.has_left_early
 
     @property
     def description(self) -> str:
         """How it ended, as part of a sentence."""
-        return "left with exit code 0 before the end" if self.left_early else exit_codes.describe_exit(self.returncode)
+        return (
+            "left with exit code 0 before the end" if self.has_left_early else exit_codes.describe_exit(self.returncode)
+        )
 
     @property
     def failure(self) -> str:
         """How it failed, as part of a sentence. A task that only lost another task is not blamed."""
-        how = f"ended, {exit_codes.meaning(self.code).name}," if self.distance else "failed"
+        how = f"ended, {exit_codes.meaning(self.code).name}," if self.distance_from_cause else "failed"
         return f"{self.task} (rank {self.rank}) {how} with exit code {self.code}"
 
 
@@ -144,14 +146,18 @@ class RootCause:
         return self.code == 0
 
 
-def find_root_cause(ends: Sequence[WorkerExit], *, interrupted_by: int | None = None) -> RootCause:
+def find_root_cause(exits: Sequence[WorkerExit], *, interrupted_by: int | None = None) -> RootCause:
     """Find the root cause of a job whose tasks have all exited.
 
     Args:
         interrupted_by: The signal that made the launcher end the job, if any.
     """
-    own = [end for end in ends if end.failed and (not end.by_launcher or end.has_own_error) and not end.outlived]
-    if any(end.was_preempted for end in ends):
+    own = [
+        exit_
+        for exit_ in exits
+        if exit_.has_failed and (not exit_.was_ended_by_launcher or exit_.has_own_error) and not exit_.others_continue
+    ]
+    if any(exit_.was_preempted for exit_ in exits):
         # All leave after the chief has saved; the last ones may have lost the others.
         return RootCause(PREEMPTED_CODE, None, "the job was asked to stop, and saved a checkpoint first", True)
     if interrupted_by is not None:
@@ -159,51 +165,51 @@ def find_root_cause(ends: Sequence[WorkerExit], *, interrupted_by: int | None = 
         meaning = exit_codes.meaning(code)
         return RootCause(code, None, f"it was stopped from outside: {meaning.sentence}", True)
     if not own:
-        is_whole = not any(end.failed and not end.by_launcher for end in ends)
+        is_whole = not any(exit_.has_failed and not exit_.was_ended_by_launcher for exit_ in exits)
         return RootCause(0, None, "all tasks ended without error" if is_whole else "the others finished the job")
-    lost = _falsely_successful(ends, own)
+    lost = _find_false_success(exits, own)
     if lost is not None:
-        how = "and did not end" if lost.stalled else "with exit code 0"
-        return RootCause(FALSE_SUCCESS_CODE, lost, _left_too_soon(lost.task, how))
+        how = "and did not end" if lost.is_stalled else "with exit code 0"
+        return RootCause(FALSE_SUCCESS_CODE, lost, _describe_early_exit(lost.task, how))
     # The order of the exits decides last: the echo of a failure is often observed before the failure.
-    cause = min(own, key=lambda end: (end.distance, end.by_launcher, end.order))
-    if cause.by_launcher and cause.diagnostics.error is not None:
-        return RootCause(cause.diagnostics.error.code, cause, _reason(cause, ends))
-    return RootCause(cause.code, cause, _reason(cause, ends))
+    cause = min(own, key=lambda exit_: (exit_.distance_from_cause, exit_.was_ended_by_launcher, exit_.exit_index))
+    if cause.was_ended_by_launcher and cause.diagnostics.error is not None:
+        return RootCause(cause.diagnostics.error.code, cause, _reason(cause, exits))
+    return RootCause(cause.code, cause, _reason(cause, exits))
 
 
-def _falsely_successful(ends: Sequence[WorkerExit], failed: Sequence[WorkerExit]) -> WorkerExit | None:
+def _find_false_success(exits: Sequence[WorkerExit], failed: Sequence[WorkerExit]) -> WorkerExit | None:
     """The task that exited with code 0, or had left without exiting, and that all failed tasks then missed; None if
     there is none."""
-    if any(end.distance == 0 for end in failed):
+    if any(exit_.distance_from_cause == 0 for exit_ in failed):
         return None
-    named = Counter(end.diagnostics.error.lost for end in failed if end.diagnostics.error is not None)
-    done = [end for end in ends if (end.stalled if end.by_launcher else not end.failed)]
-    missed = [end for end in done if named[end.task]]
-    return min(missed, key=lambda end: end.order, default=None)
+    named = Counter(exit_.diagnostics.error.lost for exit_ in failed if exit_.diagnostics.error is not None)
+    done = [exit_ for exit_ in exits if (exit_.is_stalled if exit_.was_ended_by_launcher else not exit_.has_failed)]
+    missed = [exit_ for exit_ in done if named[exit_.task]]
+    return min(missed, key=lambda exit_: exit_.exit_index, default=None)
 
 
-def _left_too_soon(task: str, how: str) -> str:
+def _describe_early_exit(task: str, how: str) -> str:
     return f"{task} left the job {how} while the others still depended on it"
 
 
-def waited_for(cause: WorkerExit, ends: Sequence[WorkerExit]) -> list[str]:
+def hung_tasks(cause: WorkerExit, exits: Sequence[WorkerExit]) -> list[str]:
     """The tasks that hung while `cause` waited; only the one that its error names, if it names one."""
-    return [end.task for end in ends if end.stalled and cause.diagnostics.missed in (None, end.task)]
+    return [exit_.task for exit_ in exits if exit_.is_stalled and cause.diagnostics.missed in (None, exit_.task)]
 
 
-def _reason(cause: WorkerExit, ends: Sequence[WorkerExit]) -> str:
+def _reason(cause: WorkerExit, exits: Sequence[WorkerExit]) -> str:
     who = f"{cause.task} (rank {cause.rank}, pid {cause.pid} on {cause.host})"
     error = cause.diagnostics.error
     if cause.returncode is None:
         return f"{who} was lost with its host: the connection to it ended"
-    if cause.left_early:
-        return _left_too_soon(cause.task, "with exit code 0")
+    if cause.has_left_early:
+        return _describe_early_exit(cause.task, "with exit code 0")
     if cause.code == INTERRUPTED_CODE:
         return f"{who} was interrupted (KeyboardInterrupt or SIGINT)"
-    if cause.returncode < 0 and not (cause.by_launcher and error is not None):
+    if cause.returncode < 0 and not (cause.was_ended_by_launcher and error is not None):
         return f"{who} was killed by {exit_codes.signal_name(-cause.returncode)}"
-    if cause.code in _CONSEQUENCE and (hung := waited_for(cause, ends)):
+    if cause.code in _CONSEQUENCE and (hung := hung_tasks(cause, exits)):
         return f"{who} waited for peers that did not arrive: {', '.join(hung)} hung"
     if error is not None:
         what = _headline(error.message)

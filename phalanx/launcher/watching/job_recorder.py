@@ -116,23 +116,23 @@ class JobRecorder(JobObserver):
         if len(kept) > 2 * OUTPUT_BYTES:
             del kept[:-OUTPUT_BYTES]
 
-    def started(self, placement: WorkerPlacement, pid: int) -> None:
+    def task_started(self, placement: WorkerPlacement, pid: int) -> None:
         self._epochs.forget(placement.task)
         self._checkpoints.pop(placement.task, None)
         self.record(events.TaskStarted(self._clock(), placement.task, placement.spec.rank, placement.host.name, pid))
 
-    def exited(self, end: WorkerExit) -> None:
-        if (left_out := self._left_out.get(end.task)) is not None:  # the last figures belong in the file
-            self._reports[end.task] = _merged(left_out, self._reports.get(end.task, left_out))
+    def task_exited(self, exit_: WorkerExit) -> None:
+        if (left_out := self._left_out.get(exit_.task)) is not None:  # the last figures belong in the file
+            self._reports[exit_.task] = _merged(left_out, self._reports.get(exit_.task, left_out))
         self._in_file_at = 0.0
         self._flush()
-        error = end.diagnostics.error
-        if error is not None and not end.was_preempted and not error.interrupted:  # not printed by the worker
-            self.output(end.rank, True, error.traceback.encode())
-        how = f"{end.description}, ended by the launcher" if end.by_launcher else end.description
-        self.record(events.TaskExited(self._clock(), end.task, end.code, how, end.by_launcher))
+        error = exit_.diagnostics.error
+        if error is not None and not exit_.was_preempted and not error.interrupted:  # not printed by the worker
+            self.output(exit_.rank, True, error.traceback.encode())
+        how = f"{exit_.description}, ended by the launcher" if exit_.was_ended_by_launcher else exit_.description
+        self.record(events.TaskExited(self._clock(), exit_.task, exit_.code, how, exit_.was_ended_by_launcher))
 
-    def reported(self, task: str, rank: int, report: TaskReport) -> None:
+    def task_reported(self, task: str, rank: int, report: TaskReport) -> None:
         figures = report.figures
         if figures is not None:
             report = replace(report, figures=replace(figures, finished_epoch=None, checkpoint=None))
@@ -148,15 +148,15 @@ class JobRecorder(JobObserver):
     def hosts_changed(self, hosts: Sequence[HostStatus]) -> None:
         self.record(events.HostsChanged(self._clock(), list(hosts)))
 
-    def failed(self, end: WorkerExit) -> None:
-        if end.was_preempted:  # all others exit too
+    def job_failed(self, exit_: WorkerExit) -> None:
+        if exit_.was_preempted:  # all others exit too
             return
-        self.noticed(f"{end.failure}; ending the job")
+        self.message(f"{exit_.failure}; ending the job")
 
-    def survived(self, end: WorkerExit, how: str) -> None:
-        self.noticed(f"{end.task}: {how}")
+    def exit_survived(self, exit_: WorkerExit, how: str) -> None:
+        self.message(f"{exit_.task}: {how}")
 
-    def noticed(self, text: str) -> None:
+    def message(self, text: str) -> None:
         self.record(events.Noticed(self._clock(), text))
 
     # Internals.

@@ -23,7 +23,7 @@ FEED_LINES = 8
 BAR_COLUMNS = 20
 WIDE_COLUMNS = 70
 """A narrower terminal shows fewer columns for each member."""
-_COLOURS = {GOOD: "green", WARNING: "yellow", BAD: "red"}
+_COLORS = {GOOD: "green", WARNING: "yellow", BAD: "red"}
 _ENDINGS = {SUCCEEDED: "green", FAILED: "red"}
 
 
@@ -140,7 +140,7 @@ def _feed(view: JobView) -> Table:
     table.add_column(ratio=1)
     for item in view.feed[-FEED_LINES:]:
         at = time.strftime("%H:%M:%S", time.localtime(item.at))
-        table.add_row(Text(at, style="dim"), Text(item.text, style=_COLOURS.get(item.level, "")))
+        table.add_row(Text(at, style="dim"), Text(item.text, style=_COLORS.get(item.level, "")))
     return table
 
 

@@ -72,7 +72,7 @@ class WatchedJob:
             self._record_end(code, str(error) or type(error).__name__)
         self._stack.close()
 
-    def begin(self) -> None:
+    def record_start(self) -> None:
         """Record that the job is about to start or restart."""
         request, elastic = self._request, self._request.elastic
         has_servers = any(task.startswith("ps/") for task in request.tasks)
@@ -111,18 +111,18 @@ class WatchedJob:
             if self._control is not None:
                 self._control.job = None
 
-    def end(self, outcome: JobOutcome) -> None:
+    def record_outcome(self, outcome: JobOutcome) -> None:
         """Record the end of the job, with a failure report unless it succeeded or the user ended it."""
-        verdict = outcome.verdict
-        task = "" if verdict.cause is None else verdict.cause.task
+        root_cause = outcome.root_cause
+        task = "" if root_cause.cause is None else root_cause.cause.task
         pages = []
-        if not verdict.success and not verdict.was_requested:
+        if not root_cause.success and not root_cause.was_requested:
             pages = [self._failure_page(outcome, fold=fold) for fold in (False, True)]
-        self._record_end(verdict.code, verdict.reason, task, *pages)
+        self._record_end(root_cause.code, root_cause.reason, task, *pages)
 
     def _failure_page(self, outcome: JobOutcome, *, fold: bool) -> str:
         log_dir = self._request.config.log_dir
-        page = failure_report.render(outcome.verdict, outcome.ends, log_dir=log_dir, fold=fold)
+        page = failure_report.render(outcome.root_cause, outcome.exits, log_dir=log_dir, fold=fold)
         return failure_report.without_missing_files(page, log_dir)
 
     def _record_end(self, code: int, reason: str, task: str = "", page: str = "", folded: str = "") -> None:
