@@ -205,7 +205,7 @@ def _push(
         dtypes_of,
     )
     from phalanx.parameter_server.shard_packing import ShardPacking
-    from phalanx.parameter_server.shard_placement import PlacedVariable, place
+    from phalanx.parameter_server.shard_placement import PlacedVariable, place_shards
 
     client = ParameterServerClient(_identity(spec, "worker", number, None))
     variables = tuple(PlacedVariable(f"v{index}", shape, "float32") for index, shape in enumerate(SHAPES))
@@ -213,7 +213,7 @@ def _push(
     if number == 0:
         description, slots, state = _optimizer(optimizer)
         nothing = (None,) * len(SHAPES)
-        model = ModelDescription(variables, place(variables, 1), description, nothing, (True,) * len(SHAPES))
+        model = ModelDescription(variables, place_shards(variables, 1), description, nothing, (True,) * len(SHAPES))
         rules = UpdateRules(
             synchronous=False, replicas_to_aggregate=0, staleness=-1, refuse_nan=True, timeout_s=BOUND_S
         )
@@ -231,7 +231,7 @@ def _push(
         nonlocal ticket
         assert isinstance(ticket, Ticket)
         room = client.send_buffers(0, groups.kinds)
-        for view, gradient in zip(groups.cut(room), gradients, strict=True):
+        for view, gradient in zip(groups.unpack(room), gradients, strict=True):
             np.copyto(view, gradient)
         answer, buffers = client.request(0, PushGradients(ticket, 0, True, True, 1.0, dtypes_of(room)), room)
         assert isinstance(answer, Values)

@@ -52,7 +52,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
         shards: The shards of all servers.
         optimizer: The optimizer's Keras config, as JSON.
         constraints: Each variable's constraint as a Keras config in JSON, or None.
-        decays: Whether weight decay applies, for each variable.
+        uses_weight_decay: Whether weight decay applies, for each variable.
         tables: Numbers of the variables that are sent by rows (embeddings).
     """
 
@@ -60,7 +60,7 @@ class ModelDescription(msgspec.Struct, frozen=True):
     shards: tuple[Shard, ...]
     optimizer: str
     constraints: tuple[str | None, ...]
-    decays: tuple[bool, ...]
+    uses_weight_decay: tuple[bool, ...] = msgspec.field(name="decays")  # the name in snapshots
     tables: tuple[int, ...] = ()
 
 
@@ -129,7 +129,7 @@ class DeclareModel(_Message, frozen=True):
         slots: Names of the optimizer's variables.
         step: Global step of the values; a step that the job has passed changes nothing.
         era: Number greater than the era of every earlier `fit`, even of one that a killed chief declared.
-        ahead: Number of steps that the job is ahead of this optimizer because of other models.
+        step_offset: Number of steps that the job is ahead of this optimizer because of other models.
     """
 
     fit: int
@@ -139,7 +139,7 @@ class DeclareModel(_Message, frozen=True):
     slots: Slots
     step: int
     era: int
-    ahead: int = 0
+    step_offset: int = msgspec.field(default=0, name="ahead")  # the name in snapshots
 
 
 class JoinFit(_Message, frozen=True):
@@ -169,9 +169,9 @@ class Rejoin(_Message, frozen=True):
         step: Global step, as the worker knows it.
         steps: Number of steps in the epoch; -1 while unknown.
         order_epoch: First epoch of the pass over the data whose sample order is attached; -1: none is attached.
-        opened: Whether the chief has opened the epoch.
+        is_epoch_opened: Whether the chief has opened the epoch.
         steps_made: Number of steps of the epoch that the worker has taken.
-        counted: Serials of steps that are included in `step`; see `Values`.
+        counted_serials: Serials of steps that are included in `step`; see `Values`.
     """
 
     fit: int
@@ -184,9 +184,9 @@ class Rejoin(_Message, frozen=True):
     step: int
     steps: int
     order_epoch: int = -1
-    opened: bool = True
+    is_epoch_opened: bool = True
     steps_made: int = 0
-    counted: tuple[int, ...] = ()
+    counted_serials: tuple[int, ...] = ()
 
 
 # Requests: values and updates.
@@ -234,8 +234,8 @@ class PushGradients(_Message, frozen=True):
     Attributes:
         ticket: Step that the gradients belong to.
         phase: Number of the merge within the step.
-        gradients: Whether there are gradients; otherwise only extras are merged, and nothing is updated.
-        finite: Whether all gradients of the step are finite, including those sent to other servers. With it, all
+        has_gradients: Whether there are gradients; otherwise only extras are merged, and nothing is updated.
+        is_finite: Whether all gradients of the step are finite, including those sent to other servers. With it, all
             servers decide the same, unless each receives other workers' gradients first (`replicas_to_aggregate`).
         share: Fraction of the global batch that the gradients were computed on.
         dtypes: Dtypes of the buffers.
@@ -247,8 +247,8 @@ class PushGradients(_Message, frozen=True):
 
     ticket: Ticket
     phase: int
-    gradients: bool
-    finite: bool
+    has_gradients: bool
+    is_finite: bool
     share: float
     dtypes: tuple[str, ...]
     extras: tuple[str, ...] = ()
@@ -297,10 +297,10 @@ class RequestTicket(_Message, frozen=True):
 
 
 class NoBatch(_Message, frozen=True):
-    """There is no batch for this ticket: the epoch `ends` before it, or this worker's stream is already past it."""
+    """There is no batch for this ticket: the data ends before it, or this worker's stream is already past it."""
 
     ticket: Ticket
-    ends: bool
+    is_end_of_data: bool
 
 
 class EndEpoch(_Message, frozen=True):
@@ -369,10 +369,10 @@ class CollectReports(_Message, frozen=True):
 
 
 class HoldSteps(_Message, frozen=True):
-    """From the chief: issue no more tickets, and respond when the steps of all other workers are applied; with `on`
-    False, continue. The response contains the global step."""
+    """From the chief: issue no more tickets, and respond when the steps of all other workers are applied; with
+    `is_held` False, continue. The response contains the global step."""
 
-    on: bool
+    is_held: bool
 
 
 class EndFit(_Message, frozen=True):
@@ -431,11 +431,11 @@ class OfferSharedMemory(_Message, frozen=True):
 
 
 class LeaveJob(_Message, frozen=True):
-    """The worker has finished, or has failed with the error in `failure`. The chief may list tasks `without` which the
-    job ended; servers do not wait for them."""
+    """The worker has finished, or has failed with the error in `failure`. The chief may list tasks as
+    `excluded`: the job ended without them, and servers do not wait for them."""
 
     failure: str = ""
-    without: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
 
 
 # Responses.
@@ -446,13 +446,13 @@ class EpochOver(_Message, frozen=True):
 
     Attributes:
         steps: Number of steps in the epoch.
-        back_to: Epoch that a restarted chief continues with, if that is the reason; otherwise -1.
+        resume_epoch: Epoch that a restarted chief continues with, if that is the reason; otherwise -1.
         era: New era, if the chief has gone back.
         newest: Serial of the newest step that the head has applied, in synchronous training.
     """
 
     steps: int = 0
-    back_to: int = -1
+    resume_epoch: int = -1
     era: int = 0
     newest: int = -1
 
@@ -474,10 +474,10 @@ class Values(_Message, frozen=True):
         ticket: Ticket for a further step, in the response to gradients, if the head has one available.
         is_unreplicated: Whether the replica of these shards, which should exist, is missing or behind.
         lengths: Lengths of the buffers in bytes, if they are in shared memory and not in the message.
-        place: Place in the shared memory.
+        memory_region: Region of the shared memory that contains them.
         rows: Number of the next buffers that are rows of tables, or tables.
-        counted: Serials of steps that are included in `step` in asynchronous training: each worker's newest. If the
-            head is lost now, the worker may not know yet that its step was applied, and repeats it.
+        counted_serials: Serials of steps that are included in `step` in asynchronous training: each worker's newest. If
+            the head is lost now, the worker may not know yet that its step was applied, and repeats it.
     """
 
     version: int
@@ -489,9 +489,9 @@ class Values(_Message, frozen=True):
     ticket: Ticket | None = None
     is_unreplicated: bool = False
     lengths: tuple[int, ...] = ()
-    place: int = 0
+    memory_region: int = 0
     rows: int = 0
-    counted: tuple[int, ...] = ()
+    counted_serials: tuple[int, ...] = ()
 
 
 class FitJoined(_Message, frozen=True):
@@ -503,8 +503,8 @@ class FitJoined(_Message, frozen=True):
         step: Global step; valid from the head only.
         tables: Numbers of the variables that are sent by rows.
         groups: Numbers of the server's shards whose gradients and values are sent as one vector (see `ShardPacking`).
-        ahead: Number of steps that the job is ahead; see `DeclareModel`.
-        counted: Serials of steps that are included in `step`; see `Values`.
+        step_offset: Number of steps that the job is ahead; see `DeclareModel`.
+        counted_serials: Serials of steps that are included in `step`; see `Values`.
     """
 
     era: int
@@ -512,8 +512,8 @@ class FitJoined(_Message, frozen=True):
     step: int
     tables: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
-    ahead: int
-    counted: tuple[int, ...] = ()
+    step_offset: int
+    counted_serials: tuple[int, ...] = ()
 
 
 class SharedMemoryMapped(_Message, frozen=True):
@@ -531,7 +531,7 @@ class Acknowledged(_Message, frozen=True):
 class Decision(_Message, frozen=True):
     """The answer to a yes-or-no question."""
 
-    yes: bool
+    answer: bool
 
 
 class Refusal(_Message, frozen=True):
@@ -621,7 +621,7 @@ class AppliedUpdate(_Message, frozen=True):
         serial: Serial of the step.
         phase: Phase of the step.
         members: Workers whose gradients it contains.
-        gradients: Number of buffers that are gradients; 0 if nothing was applied.
+        num_gradients: Number of buffers that are gradients; 0 if nothing was applied.
         dtypes: Dtypes of the buffers.
         step: Global step after it; valid on the head only.
     """
@@ -629,7 +629,7 @@ class AppliedUpdate(_Message, frozen=True):
     serial: int
     phase: int
     members: tuple[int, ...]
-    gradients: int
+    num_gradients: int
     dtypes: tuple[str, ...]
     step: int
 

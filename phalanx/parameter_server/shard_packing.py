@@ -47,7 +47,7 @@ class ShardPacking:
         numbers = [number for group in dense for number in group]
         self._in_order = sorted(range(len(numbers)), key=numbers.__getitem__)
 
-    def cut(self, arrays: Sequence[Array]) -> list[Array]:
+    def unpack(self, arrays: Sequence[Array]) -> list[Array]:
         """Views of the shards, in their order, in the arrays of the groups, which may be flat."""
         parts: list[Array] = []
         for (shape, _), vector, array in zip(self.kinds, self._vectors, arrays, strict=True):

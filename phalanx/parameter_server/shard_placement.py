@@ -36,7 +36,7 @@ class Shard(msgspec.Struct, frozen=True):
     server: int
 
 
-def place(
+def place_shards(
     variables: Sequence[PlacedVariable], servers: int, partitioner: Partitioner | None = None
 ) -> tuple[Shard, ...]:
     """Cut the variables into shards, and place them so that the servers store about the same number of bytes.
@@ -71,7 +71,7 @@ def place(
     return tuple(Shard(index, start, stop, owner[index, start, stop]) for index, start, stop in pieces)
 
 
-def rows(array: Array, shard: Shard) -> Array:
+def rows_of_shard(array: Array, shard: Shard) -> Array:
     """A shard of a variable's array, as a view."""
     return array[shard.start : shard.stop] if array.ndim else array
 

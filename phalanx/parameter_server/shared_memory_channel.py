@@ -2,9 +2,9 @@
 
 The message itself stays on the link, which defines the order: one side writes before it sends, the other reads after it
 has received. Copying in memory takes a tenth of the time that sending the same bytes through the loopback interface
-takes on both sides. There is one *place* for gradients: a worker sends only after its last gradients are answered, and
-the server then keeps nothing of them. There are two places for values, used alternately: a worker reads the last values
-while its next gradients are being sent.
+takes on both sides. There is one *region* for gradients: a worker sends only after its last gradients are answered, and
+the server then keeps nothing of them. There are two regions for values, used alternately: a worker reads the last
+values while its next gradients are being sent.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ METHODS = ("memfd", "/dev/shm")
 MIN_BYTES = 16 * 1024
 """Minimum size of shared arrays. Less is sent with the message, because it is in the cache either way."""
 MAX_BYTES = 64 * 1024**2
-"""Maximum size of a place: each worker and server has three of them, which take memory from other uses."""
+"""Maximum size of a region: each worker and server has three of them, which take memory from other uses."""
 SPARE_BYTES = 64 * 1024
 """Spare bytes for what is merged in addition to the gradients: metrics, statistics of layers."""
 TO_SERVER, TO_WORKER = 0, 1
-"""The first place for gradients, and for values."""
-PLACES = 3
+"""The first region for gradients, and for values."""
+REGIONS = 3
 MAX_LAYOUTS = 16
 """Number of layouts of arrays to keep: each step has its own where single rows are sent."""
 
 
-def place_bytes(lengths: Sequence[int]) -> int:
+def region_bytes(lengths: Sequence[int]) -> int:
     """Number of bytes that buffers of these lengths take, each aligned as backends need it."""
     return sum(_aligned(length) for length in lengths)
 
 
-class _PlacedArrays(NamedTuple):
-    """Arrays in a place, and their lengths in bytes."""
+class _RegionArrays(NamedTuple):
+    """Arrays in a region, and their lengths in bytes."""
 
     arrays: list[Array]
     lengths: tuple[int, ...]
@@ -57,22 +57,22 @@ class SharedMemoryChannel:
 
     def __init__(self, segment: SharedSegment):
         self._segment = segment
-        self.place_bytes = segment.memory.nbytes // PLACES
-        self._turn = 0  # the place for values that was written last
-        # Last use of each place: from one step to the next, its contents have the same kinds.
-        self._cut: dict[int, tuple[tuple[int, ...], list[memoryview]]] = {}
-        self._layouts: dict[tuple[int, tuple[Kind, ...]], _PlacedArrays] = {}
-        self._to_send = _PlacedArrays([], ())
+        self.region_bytes = segment.memory.nbytes // REGIONS
+        self._last_written = 0  # which of the two regions for values
+        # Last use of each region: from one step to the next, its contents have the same kinds.
+        self._buffers: dict[int, tuple[tuple[int, ...], list[memoryview]]] = {}
+        self._layouts: dict[tuple[int, tuple[Kind, ...]], _RegionArrays] = {}
+        self._to_send = _RegionArrays([], ())
 
     @classmethod
-    def offer(cls, place: int, accepts: Callable[[SegmentOffer], bool]) -> SharedMemoryChannel | None:
-        """Create memory with this many bytes per place, and some to spare, if the other side `accepts` it."""
-        place = _aligned(place + SPARE_BYTES)
-        if place > MAX_BYTES:
+    def offer(cls, nbytes: int, accepts: Callable[[SegmentOffer], bool]) -> SharedMemoryChannel | None:
+        """Create memory with this many bytes per region, and some to spare, if the other side `accepts` it."""
+        nbytes = _aligned(nbytes + SPARE_BYTES)
+        if nbytes > MAX_BYTES:
             return None
         for method in METHODS:
             try:
-                segment = SharedSegment.create(PLACES * place, method)
+                segment = SharedSegment.create(REGIONS * nbytes, method)
             except OSError as error:
                 logger.debug("no shared memory in %s: %s", method, error)
                 continue
@@ -93,85 +93,85 @@ class SharedMemoryChannel:
             return None
 
     def send_buffers(self, kinds: tuple[Kind, ...]) -> list[Array] | None:
-        """Arrays of these kinds in the place that is sent next, to be filled. None if they are too small to be
+        """Arrays of these kinds in the region that is sent next, to be filled. None if they are too small to be
         worthwhile, or do not fit. Unfilled arrays keep their contents, initially zero."""
-        laid = self._lay(TO_SERVER, kinds)
-        if laid is None:
+        layout = self._layout_for(TO_SERVER, kinds)
+        if layout is None:
             return None
-        if laid is not self._to_send:  # the place had other contents
-            for array in laid.arrays:
+        if layout is not self._to_send:  # the region had other contents
+            for array in layout.arrays:
                 array.fill(0)
-            self._to_send = laid
-        return laid.arrays
+            self._to_send = layout
+        return layout.arrays
 
     def lengths_of(self, arrays: Sequence[Array]) -> tuple[int, ...]:
         """The arrays' lengths in bytes, if they are the last result of `send_buffers`; otherwise empty."""
         return self._to_send.lengths if arrays is self._to_send.arrays else ()
 
-    def _lay(self, place: int, kinds: tuple[Kind, ...]) -> _PlacedArrays | None:
-        laid = self._layouts.get((place, kinds))
-        if laid is None:
+    def _layout_for(self, region: int, kinds: tuple[Kind, ...]) -> _RegionArrays | None:
+        layout = self._layouts.get((region, kinds))
+        if layout is None:
             lengths = tuple(map(nbytes_of, kinds))
-            if sum(lengths) < MIN_BYTES or place_bytes(lengths) > self.place_bytes:
+            if sum(lengths) < MIN_BYTES or region_bytes(lengths) > self.region_bytes:
                 return None
-            memories = self.read(place, lengths)
+            memories = self.read(region, lengths)
             arrays = [np.frombuffer(m, dtype).reshape(shape) for m, (shape, dtype) in zip(memories, kinds, strict=True)]
             if len(self._layouts) >= MAX_LAYOUTS:
                 self._layouts.clear()
-            laid = self._layouts[place, kinds] = _PlacedArrays(arrays, lengths)
-        return laid
+            layout = self._layouts[region, kinds] = _RegionArrays(arrays, lengths)
+        return layout
 
-    def _written(self, place: int, arrays: Sequence[Array]) -> _PlacedArrays | None:
-        """Copy arrays into a place; None if they are too small or do not fit."""
-        laid = self._lay(place, tuple(map(kind_of, arrays)))
-        if laid is not None:
-            for target, array in zip(laid.arrays, arrays, strict=True):
+    def _written(self, region: int, arrays: Sequence[Array]) -> _RegionArrays | None:
+        """Copy arrays into a region; None if they are too small or do not fit."""
+        layout = self._layout_for(region, tuple(map(kind_of, arrays)))
+        if layout is not None:
+            for target, array in zip(layout.arrays, arrays, strict=True):
                 # `copies` may have put the array at this address under another layout. NumPy then copies nothing.
                 if target is not array:
                     np.copyto(target, array)
-        return laid
+        return layout
 
     def copies(self, arrays: list[Array]) -> list[Array]:
-        """Copies of values, if possible in the place that `write_values` writes next."""
-        laid = self._written(TO_WORKER + 1 - self._turn, arrays)
-        return allocation.copy_arrays(arrays) if laid is None else laid.arrays
+        """Copies of values, if possible in the region that `write_values` writes next."""
+        layout = self._written(TO_WORKER + 1 - self._last_written, arrays)
+        return allocation.copy_arrays(arrays) if layout is None else layout.arrays
 
     def write_values(self, arrays: Sequence[Array]) -> tuple[int, tuple[int, ...]]:
-        """Copy values into the place whose turn it is, if they fit.
+        """Copy values into the region that was not written last, if they fit.
 
-        Returns: the place, and the lengths in bytes. They are empty if nothing is written; the turn then stays, since
-            the worker may still compute from the other place.
+        Returns: the region, and the lengths in bytes. They are empty if nothing is written; the next call then uses the
+            same region, since the worker may still compute from the other one.
         """
-        turn = 1 - self._turn
-        laid = self._written(TO_WORKER + turn, arrays)
-        if laid is not None:
-            self._turn = turn
-        return TO_WORKER + turn, () if laid is None else laid.lengths
+        following = 1 - self._last_written
+        layout = self._written(TO_WORKER + following, arrays)
+        if layout is not None:
+            self._last_written = following
+        return TO_WORKER + following, () if layout is None else layout.lengths
 
-    def read(self, place: int, lengths: Sequence[int]) -> list[memoryview]:
-        """The buffers in a place, without a copy: they change when the place is written again.
+    def read(self, region: int, lengths: Sequence[int]) -> list[memoryview]:
+        """The buffers in a region, without a copy: they change when the region is written again.
 
         The caller must not change the list.
 
         Raises: FrameError if they cannot be there, since the other side's statement is checked.
         """
-        known = self._cut.get(place)
+        known = self._buffers.get(region)
         if known is not None and known[0] == lengths:
             return known[1]
-        if not 0 <= place < PLACES or min(lengths) < 0 or place_bytes(lengths) > self.place_bytes:
-            raise FrameError(f"buffers of {sum(lengths)} bytes in place {place} of {self.place_bytes} bytes")
-        buffers, start = [], place * self.place_bytes
+        if not 0 <= region < REGIONS or min(lengths) < 0 or region_bytes(lengths) > self.region_bytes:
+            raise FrameError(f"buffers of {sum(lengths)} bytes in region {region} of {self.region_bytes} bytes")
+        buffers, start = [], region * self.region_bytes
         for length in lengths:
             buffers.append(self._segment.memory[start : start + length])
             start += _aligned(length)
-        self._cut[place] = tuple(lengths), buffers
+        self._buffers[region] = tuple(lengths), buffers
         return buffers
 
     def close(self) -> None:
         """Unmap the memory as soon as no array refers to it. Safe to call twice."""
-        self._cut.clear()
+        self._buffers.clear()
         self._layouts.clear()
-        self._to_send = _PlacedArrays([], ())
+        self._to_send = _RegionArrays([], ())
         with contextlib.suppress(BufferError):
             self._segment.close()
 

@@ -15,7 +15,7 @@ from phalanx.parameter_server.shard_placement import Shard
 
 Array = np.ndarray[Any, Any]
 
-NUMBER = np.dtype("int32")
+ROW_NUMBER_DTYPE = np.dtype("int32")
 """Dtype of row numbers. A table with more rows would take 8 GiB for a single column."""
 
 
@@ -31,17 +31,17 @@ class TableRows(NamedTuple):
     values: Array
 
 
-def numbers_in_shard(numbers: Array, shard: Shard) -> Array:
+def row_numbers_in_shard(numbers: Array, shard: Shard) -> Array:
     """The row numbers, from ascending ones, that are in a shard, counted from its beginning."""
-    return numbers[_part(numbers, shard)] - NUMBER.type(shard.start)
+    return numbers[_slice_of_shard(numbers, shard)] - ROW_NUMBER_DTYPE.type(shard.start)
 
 
-def cut(rows: TableRows, shard: Shard) -> TableRows:
+def rows_in_shard(rows: TableRows, shard: Shard) -> TableRows:
     """The rows that are in a shard, counted from its beginning."""
-    return TableRows(numbers_in_shard(rows.numbers, shard), rows.values[_part(rows.numbers, shard)])
+    return TableRows(row_numbers_in_shard(rows.numbers, shard), rows.values[_slice_of_shard(rows.numbers, shard)])
 
 
-def _part(numbers: Array, shard: Shard) -> slice:
+def _slice_of_shard(numbers: Array, shard: Shard) -> slice:
     first, last = np.searchsorted(numbers, (shard.start, shard.stop))
     return slice(int(first), int(last))
 
@@ -50,15 +50,15 @@ def weighted_sum(parts: Sequence[TableRows], weights: Sequence[float]) -> TableR
     """The weighted sum of tables that have these rows, and zeros elsewhere; parts of weight 0 add no rows."""
     counting = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
     like = parts[0].values
-    numbers = np.unique(np.concatenate([np.zeros(0, NUMBER), *[part.numbers for part, _ in counting]]))
+    numbers = np.unique(np.concatenate([np.zeros(0, ROW_NUMBER_DTYPE), *[part.numbers for part, _ in counting]]))
     values = np.zeros((len(numbers), *like.shape[1:]), like.dtype)
     for part, weight in counting:
         # `+=` with an index array adds once per row, because the numbers of a part are distinct.
         values[np.searchsorted(numbers, part.numbers)] += part.values * like.dtype.type(weight)
-    return TableRows(numbers.astype(NUMBER, copy=False), values)
+    return TableRows(numbers.astype(ROW_NUMBER_DTYPE, copy=False), values)
 
 
-def power_of_two(count: int) -> int:
+def next_power_of_two(count: int) -> int:
     """The least power of two that is at least `count`. There are few such sizes, so compiled functions are reused."""
     return 1 << max(0, count - 1).bit_length()
 

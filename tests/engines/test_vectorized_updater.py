@@ -45,7 +45,7 @@ def grouped(updater, arrays):
 
 
 def values(updater):
-    return ShardPacking([(shape, np.dtype("float32")) for shape in shapes], updater.groups).cut(updater.values())
+    return ShardPacking([(shape, np.dtype("float32")) for shape in shapes], updater.groups).unpack(updater.values())
 
 
 def state(updater):

@@ -102,7 +102,7 @@ def test_a_link_that_breaks_is_mended_while_another_servers_answer_is_waited_for
 def test_no_answer_is_left_unread_when_a_server_refuses(client: ParameterServerClient) -> None:
     with pytest.raises(PhalanxError, match="ps/0 failed"):  # nothing has been declared
         client.request_all([(OpenEpoch(0, 0, -1), ()), (PullValues(0, -1), ())])
-    assert client.request(1, QueryJobOver())[0] == Decision(yes=False), "and not the answer to the question before"
+    assert client.request(1, QueryJobOver())[0] == Decision(answer=False), "and not the answer to the question before"
 
 
 @pytest.mark.parametrize("through_memory", [True, False])

@@ -48,7 +48,7 @@ class Servers:
         self.sent.append(question)
 
     def receive_all(self, on_response: Callable[[int, Response], None]) -> Any:
-        answer = Values(1, step=1, ticket=SECOND, counted=(FIRST.serial,))
+        answer = Values(1, step=1, ticket=SECOND, counted_serials=(FIRST.serial,))
         on_response(HEAD, answer)
         self.told.append(self.rejoin())
         on_response(1, Values(1))
@@ -107,7 +107,7 @@ def test_what_the_head_has_answered_is_told_its_successor_though_another_server_
     assert rejoin.finished == FIRST.serial
     assert rejoin.tickets == (SECOND,)
     assert (rejoin.batches, rejoin.steps_made, rejoin.step) == (2, 1, 1)
-    assert rejoin.counted == (FIRST.serial,)
+    assert rejoin.counted_serials == (FIRST.serial,)
 
 
 @pytest.mark.parametrize(("overlap", "seen"), [(False, [-1, -3, -6]), (True, [None, -1, -3])])

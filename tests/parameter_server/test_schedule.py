@@ -175,9 +175,9 @@ def test_a_step_that_others_have_seen_is_not_counted_again_when_its_answer_was_l
     # The head was killed when worker 1 had its answer, and worker 0 did not.
     era = former.fit.era
     unaware = Rejoin(0, era, 0, 0, (lost,), 1, -1, 0, 10)
-    aware = Rejoin(0, era, 0, 2, (), 2, answered.serial, step, 10, steps_made=1, counted=counted)
+    aware = Rejoin(0, era, 0, 2, (), 2, answered.serial, step, 10, steps_made=1, counted_serials=counted)
     schedule = successor(former, unaware, aware)
-    again = msgspec.structs.replace(aware, counted=schedule.counted.serials())
+    again = msgspec.structs.replace(aware, counted_serials=schedule.counted.serials())
     for head in (schedule, successor(former, unaware, again)):  # the new one may be killed too
         assert head.global_step == 2
         head.complete_step(lost)
@@ -192,7 +192,7 @@ def test_a_step_whose_answer_was_lost_counts_when_no_answer_has_counted_it() -> 
     former.complete_step(answered)
     step, counted = former.global_step, former.counted.serials()
     unaware = Rejoin(0, former.fit.era, 0, 0, (lost,), 1, -1, 0, 10)
-    aware = Rejoin(0, former.fit.era, 0, 2, (), 2, answered.serial, step, 10, steps_made=1, counted=counted)
+    aware = Rejoin(0, former.fit.era, 0, 2, (), 2, answered.serial, step, 10, steps_made=1, counted_serials=counted)
     schedule = successor(former, unaware, aware)
     schedule.complete_step(lost)
     assert schedule.global_step == 2
@@ -316,7 +316,7 @@ def test_data_that_end_end_the_epoch() -> None:
     schedule = begun(None)
     first, second = take(schedule, 0), take(schedule, 1)
     schedule.complete_step(first)
-    schedule.report_no_batch(second, ends=True)
+    schedule.report_no_batch(second, is_end_of_data=True)
     assert isinstance(request_ticket(schedule, 0, epoch=0), EpochOver)
 
 
@@ -326,7 +326,7 @@ def test_the_chief_ends_an_epoch_and_what_was_begun_is_made() -> None:
     schedule.complete_step(first)
     assert schedule.end_epoch(0, 0) == schedule.end_epoch(0, 0) == 3
     assert at_hand(schedule, 0) is None
-    schedule.report_no_batch(third, ends=True)  # the chief's own next one
+    schedule.report_no_batch(third, is_end_of_data=True)  # the chief's own next one
     schedule.complete_step(second)
     answers = [request_ticket(schedule, worker, epoch=0) for worker in (0, 1)]
     assert answers == [EpochOver(2), EpochOver(2)]
@@ -458,7 +458,7 @@ def test_a_chief_that_begins_again_takes_the_others_back() -> None:
     schedule.open_epoch(0, 2, 3, None)
     answer = request_ticket(schedule, 1, epoch=5)
     assert isinstance(answer, EpochOver)
-    assert (answer.back_to, answer.era) == (2, 2)
+    assert (answer.resume_epoch, answer.era) == (2, 2)
     assert isinstance(schedule.next_ticket(1, "incarnation 1", 0, 2, 2, BOUND_S), Ticket)
 
 
@@ -512,7 +512,7 @@ def test_who_asks_for_an_order_hears_of_the_end_and_of_a_new_beginning() -> None
     schedule.open_epoch(0, 0, 2, np.arange(5))
     answer = schedule.wait_for_order(0, 1, 1, BOUND_S)
     assert isinstance(answer, EpochOver)
-    assert (answer.back_to, answer.era) == (0, 2)
+    assert (answer.resume_epoch, answer.era) == (0, 2)
     schedule.end_fit(0)
     assert isinstance(schedule.wait_for_order(0, 1, 2, BOUND_S), FitOver)
 
@@ -536,7 +536,7 @@ def test_workers_wait_for_the_validation_of_their_epoch() -> None:
     schedule.open_epoch(0, 0, 2, None)
     answer, _ = validation.wait(RequestValidationLogs(0, 2, era), BOUND_S)
     assert isinstance(answer, EpochOver)
-    assert answer.back_to == 0
+    assert answer.resume_epoch == 0
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(validation.wait, RequestValidationLogs(0, 0, era + 1), BOUND_S)
         assert not wait([waiting], 0.1).done, "what is there is of the chief before its restart"

@@ -39,14 +39,14 @@ def pair() -> Iterator[tuple[SharedMemoryChannel, SharedMemoryChannel]]:
     others[-1].close()
 
 
-def filled(lanes: SharedMemoryChannel, arrays: list[np.ndarray]) -> tuple[int, ...]:
+def filled(channel: SharedMemoryChannel, arrays: list[np.ndarray]) -> tuple[int, ...]:
     """The lengths of what is sent next: these arrays."""
-    room = lanes.send_buffers(tuple((array.shape, array.dtype) for array in arrays))
+    room = channel.send_buffers(tuple((array.shape, array.dtype) for array in arrays))
     if room is None:
         return ()
-    for place, array in zip(room, arrays, strict=True):
-        np.copyto(place, array)
-    return lanes.lengths_of(room)
+    for target, array in zip(room, arrays, strict=True):
+        np.copyto(target, array)
+    return channel.lengths_of(room)
 
 
 def test_arrays_arrive_as_they_were_sent(pair: tuple[SharedMemoryChannel, SharedMemoryChannel]) -> None:
@@ -67,13 +67,13 @@ def test_values_stay_until_those_after_the_next_come(pair: tuple[SharedMemoryCha
     worker, server = pair
     first, second = np.full(5000, 1.0, np.float32), np.full(5000, 2.0, np.float32)
     written = [server.write_values([first]), server.write_values([second])]
-    places = {place for place, _ in written}
-    assert len(places) == 2
-    assert TO_SERVER not in places
+    regions = {region for region, _ in written}
+    assert len(regions) == 2
+    assert TO_SERVER not in regions
     assert server.write_values([])[1] == (), "nothing new"
     filled(worker, [second])
-    for (place, lengths), sent in zip(written, (first, second), strict=True):
-        (memory,) = worker.read(place, lengths)
+    for (region, lengths), sent in zip(written, (first, second), strict=True):
+        (memory,) = worker.read(region, lengths)
         np.testing.assert_array_equal(np.frombuffer(memory, np.float32), sent)
     assert server.write_values([first])[0] == written[0][0]
 
@@ -85,8 +85,8 @@ def test_copies_lie_where_they_are_sent_from(pair: tuple[SharedMemoryChannel, Sh
     values[0][:] = 3.0
     rows = np.full(7, 4.0, np.float32)
     for more in [], [rows]:  # what goes with them leaves them where they are
-        place, lengths = server.write_values([*sent, *more])
-        memories = worker.read(place, lengths)
+        region, lengths = server.write_values([*sent, *more])
+        memories = worker.read(region, lengths)
         for memory, expected in zip(memories, [1.0, 2.0, 4.0], strict=False):
             np.testing.assert_array_equal(np.frombuffer(memory, np.float32), expected)
         sent = server.copies([np.full(5000, 1.0, np.float32), values[1]])
@@ -101,7 +101,7 @@ def test_what_is_too_little_or_too_much_goes_with_the_message(
     worker, _ = pair
     assert filled(worker, [np.zeros(10, np.float32)]) == ()
     assert filled(worker, []) == ()
-    assert filled(worker, [np.zeros(worker.place_bytes, np.uint8), np.zeros(1, np.uint8)]) == ()
+    assert filled(worker, [np.zeros(worker.region_bytes, np.uint8), np.zeros(1, np.uint8)]) == ()
 
 
 def test_what_others_have_left_in_a_room_is_not_taken_for_its_contents(
@@ -121,12 +121,12 @@ def test_what_others_have_left_in_a_room_is_not_taken_for_its_contents(
     assert not room[0].any()
 
 
-@pytest.mark.parametrize(("place", "lengths"), [(-1, [64]), (3, [64]), (TO_WORKER, [-64, 128]), (0, [1 << 60])])
+@pytest.mark.parametrize(("region", "lengths"), [(-1, [64]), (3, [64]), (TO_WORKER, [-64, 128]), (0, [1 << 60])])
 def test_a_place_that_is_not_there_is_refused(
-    pair: tuple[SharedMemoryChannel, SharedMemoryChannel], place: int, lengths: list[int]
+    pair: tuple[SharedMemoryChannel, SharedMemoryChannel], region: int, lengths: list[int]
 ) -> None:
-    with pytest.raises(FrameError, match="in place"):
-        pair[0].read(place, lengths)
+    with pytest.raises(FrameError, match="in region"):
+        pair[0].read(region, lengths)
 
 
 def test_without_shared_memory_there_are_no_lanes(monkeypatch: pytest.MonkeyPatch) -> None:

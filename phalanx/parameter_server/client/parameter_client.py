@@ -114,7 +114,7 @@ class ParameterServerClient:
         """Send a question to the head and return its answer. Raises: see `request`."""
         answer, _ = self.request(HEAD, question)
         assert isinstance(answer, messages.Decision)
-        return answer.yes
+        return answer.answer
 
     def request_all(self, requests: Sequence[RequestArrays]) -> list[ResponseArrays]:
         """Send a request to each server, all at once, and return the responses. Raises: see `request`."""

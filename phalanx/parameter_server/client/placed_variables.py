@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from phalanx.parameter_server.shard_packing import Kind, ShardPacking
-from phalanx.parameter_server.shard_placement import PlacedVariable, Shard, rows, shard_shape
-from phalanx.parameter_server.table_rows import TableRows, cut
+from phalanx.parameter_server.shard_placement import PlacedVariable, Shard, rows_of_shard, shard_shape
+from phalanx.parameter_server.table_rows import TableRows, rows_in_shard
 
 Array = np.ndarray[Any, Any]
 
@@ -26,7 +26,8 @@ class PlacedVariables:
         groups: Numbers of the shards that are sent as one vector, for each server; empty: each shard separately.
 
     Attributes:
-        of_server: The shards of each server; `dense_of_server` excludes tables, `tables_of_server` has only tables.
+        shards_by_server: The shards of each server. `dense_shards_by_server` excludes tables; `table_shards_by_server`
+            has only tables.
         groups: Packing of the shards of each server.
     """
 
@@ -41,12 +42,14 @@ class PlacedVariables:
         self.variables = tuple(variables)
         self.shards = tuple(shards)
         self.tables = tuple(tables)
-        self.of_server = [tuple(s for s in shards if s.server == server) for server in range(servers)]
-        self.dense_of_server = [tuple(s for s in own if s.variable not in tables) for own in self.of_server]
-        self.tables_of_server = [tuple(s for s in own if s.variable in tables) for own in self.of_server]
-        self.groups = [self._grouped(*each) for each in zip_longest(self.of_server, groups)]
-        self._dense = _places(self.dense_of_server, len(variables))
-        self._rows = _places(self.tables_of_server, len(variables))
+        self.shards_by_server = by_server = [
+            tuple(s for s in shards if s.server == server) for server in range(servers)
+        ]
+        self.dense_shards_by_server = [tuple(s for s in own if s.variable not in tables) for own in by_server]
+        self.table_shards_by_server = [tuple(s for s in own if s.variable in tables) for own in by_server]
+        self.groups = [self._grouped(*each) for each in zip_longest(by_server, groups)]
+        self._dense = _places(self.dense_shards_by_server, len(variables))
+        self._rows = _places(self.table_shards_by_server, len(variables))
 
     def _grouped(self, own: Sequence[Shard], groups: Sequence[tuple[int, ...]] | None) -> ShardPacking:
         kinds = [self.kind(shard) for shard in own]
@@ -58,28 +61,28 @@ class PlacedVariables:
         variable = self.variables[shard.variable]
         return shard_shape(variable, shard), np.dtype(variable.dtype)
 
-    def cut(self, arrays: Sequence[Array | None], server: int) -> list[Array]:
+    def split_into_shards(self, arrays: Sequence[Array | None], server: int) -> list[Array]:
         """A server's shards of the variables' arrays, in the server's order; variables that are None are omitted."""
-        parts = [(arrays[shard.variable], shard) for shard in self.of_server[server]]
-        return [rows(whole, shard) for whole, shard in parts if whole is not None]
+        parts = [(arrays[shard.variable], shard) for shard in self.shards_by_server[server]]
+        return [rows_of_shard(whole, shard) for whole, shard in parts if whole is not None]
 
-    def cut_tables(self, arrays: Sequence[Array | TableRows], server: int) -> list[TableRows]:
+    def split_tables(self, arrays: Sequence[Array | TableRows], server: int) -> list[TableRows]:
         """The rows of tables that a server keeps."""
         parts = []
-        for shard in self.tables_of_server[server]:
+        for shard in self.table_shards_by_server[server]:
             whole = arrays[shard.variable]
             assert isinstance(whole, TableRows)
-            parts.append(cut(whole, shard))
+            parts.append(rows_in_shard(whole, shard))
         return parts
 
-    def join(self, parts: Sequence[Sequence[Array]]) -> list[Array | None]:
+    def merge_shards(self, parts: Sequence[Sequence[Array]]) -> list[Array | None]:
         """The variables' arrays from the shards of all servers; None for tables."""
-        return [_joined([parts[server][n] for server, n in places]) if places else None for places in self._dense]
+        return [_merged([parts[server][n] for server, n in places]) if places else None for places in self._dense]
 
-    def join_tables(self, parts: Sequence[Sequence[Array]]) -> list[Array]:
+    def merge_tables(self, parts: Sequence[Sequence[Array]]) -> list[Array]:
         """The rows that the servers sent, for each table; the parts may be flat."""
         return [
-            _joined([parts[server][n].reshape(-1, *self.variables[table].shape[1:]) for server, n in self._rows[table]])
+            _merged([parts[server][n].reshape(-1, *self.variables[table].shape[1:]) for server, n in self._rows[table]])
             for table in self.tables
         ]
 
@@ -93,5 +96,5 @@ def _places(of_server: Sequence[Sequence[Shard]], variables: int) -> list[list[t
     return [[(server, number) for _, server, number in sorted(own)] for own in places]
 
 
-def _joined(pieces: Sequence[Array]) -> Array:
+def _merged(pieces: Sequence[Array]) -> Array:
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)

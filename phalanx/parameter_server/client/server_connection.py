@@ -14,7 +14,7 @@ from phalanx.collectives.host.shared_segment import SegmentOffer
 from phalanx.errors import LinkTimeoutError
 from phalanx.parameter_server.server_messages import PushGradients, Request, Response, Values
 from phalanx.parameter_server.shard_packing import Kind, nbytes_of
-from phalanx.parameter_server.shared_memory_channel import SharedMemoryChannel, place_bytes
+from phalanx.parameter_server.shared_memory_channel import SharedMemoryChannel, region_bytes
 from phalanx.transport.decoding import Decoder
 from phalanx.transport.link import Link
 
@@ -105,13 +105,13 @@ class ServerConnection:
             if response.lengths:
                 assert self.channel is not None, "the server writes to memory that it has mapped"
                 self.bytes_received += sum(response.lengths)
-                return response, self.channel.read(response.place, response.lengths)
+                return response, self.channel.read(response.memory_region, response.lengths)
         return response, buffers
 
     def share_memory(self, host: str, kinds: Sequence[Kind], accepts: Callable[[SegmentOffer], bool]) -> None:
         """Send and receive arrays of these kinds through shared memory, if the server is on this host and `accepts`."""
-        need = place_bytes([nbytes_of(kind) for kind in kinds])
-        if self.host != host or (self.channel is not None and self.channel.place_bytes >= need):
+        need = region_bytes([nbytes_of(kind) for kind in kinds])
+        if self.host != host or (self.channel is not None and self.channel.region_bytes >= need):
             return
         self.channel = SharedMemoryChannel.offer(need, accepts) or self.channel
 

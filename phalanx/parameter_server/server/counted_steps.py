@@ -17,11 +17,11 @@ class CountedSteps:
     is in the count; a worker sends no gradients before its earlier ones are answered, so it can repeat no other step.
 
     Attributes:
-        proved: Serial up to which steps were counted before this process took the lead, in synchronous training.
+        counted_up_to: Serial up to which steps were counted before this process took the lead, in synchronous training.
     """
 
     def __init__(self) -> None:
-        self.proved = -1
+        self.counted_up_to = -1
         self._newest: dict[Worker, int] = {}  # serials, in asynchronous training
 
     def resume(self, held: Iterable[Ticket], serials: Iterable[int]) -> None:
@@ -32,7 +32,7 @@ class CountedSteps:
     def includes(self, ticket: Ticket) -> bool:
         """Whether the step of this ticket is counted."""
         # Updates outside epochs have negative serials, and several share one.
-        return 0 <= ticket.serial <= self.proved or self._newest.get(ticket.member) == ticket.serial
+        return 0 <= ticket.serial <= self.counted_up_to or self._newest.get(ticket.member) == ticket.serial
 
     def add(self, ticket: Ticket) -> None:
         """In asynchronous training, add the step of this ticket."""
@@ -40,5 +40,5 @@ class CountedSteps:
             self._newest[ticket.member] = ticket.serial
 
     def serials(self) -> tuple[int, ...]:
-        """Serials of the counted steps; see `Values.counted`."""
+        """Serials of the counted steps; see `Values.counted_serials`."""
         return tuple(self._newest.values())

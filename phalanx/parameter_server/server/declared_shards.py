@@ -64,7 +64,10 @@ class DeclaredShards:
         values = arrays_of(buffers[: len(own)], [variable.dtype for variable in own])
         pieces = [
             UpdaterPiece(
-                v.path, value.reshape(shard_shape(v, s)), model.constraints[s.variable], model.decays[s.variable]
+                v.path,
+                value.reshape(shard_shape(v, s)),
+                model.constraints[s.variable],
+                model.uses_weight_decay[s.variable],
             )
             for s, v, value in zip(self.shards, own, values, strict=True)
         ]
@@ -101,7 +104,7 @@ class DeclaredShards:
 
     def values_by_shard(self) -> list[Array]:
         """Copies of the shards' values, including tables, in the shards' order."""
-        tables, values = iter(self.tables), iter(self._packing.cut(self.values(copy_arrays)))
+        tables, values = iter(self.tables), iter(self._packing.unpack(self.values(copy_arrays)))
         is_table = [shard.variable in self.declared.model.tables for shard in self.shards]
         return [next(tables).copy() if table else next(values) for table in is_table]
 

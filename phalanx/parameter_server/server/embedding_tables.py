@@ -19,7 +19,7 @@ import numpy as np
 from phalanx.engines import make_updater
 from phalanx.engines.updater import Updater, UpdaterPiece
 from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot
-from phalanx.parameter_server.table_rows import TableRows, padded, power_of_two
+from phalanx.parameter_server.table_rows import TableRows, next_power_of_two, padded
 
 Array = np.ndarray[Any, Any]
 
@@ -123,7 +123,7 @@ class EmbeddingTableUpdater:
 
     def _make_room(self, rows: dict[int, int]) -> None:
         room = {
-            number: max(self._room[number], min(power_of_two(count), len(self._tables[number])))
+            number: max(self._room[number], min(next_power_of_two(count), len(self._tables[number])))
             for number, count in rows.items()
         }
         if room == self._room:

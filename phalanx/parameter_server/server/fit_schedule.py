@@ -129,7 +129,7 @@ class FitSchedule:
         if self.has_ended(fit):
             return FitOver()
         if self.epoch is not None and fit == self.number and era != self.era:
-            return EpochOver(back_to=self.epoch.number, era=self.era)
+            return EpochOver(resume_epoch=self.epoch.number, era=self.era)
         return None
 
     # Steps.
@@ -192,11 +192,11 @@ class FitSchedule:
         self.staleness.count_step(ticket.member)
         self.tickets.settle(ticket.serial)
 
-    def report_no_batch(self, ticket: Ticket, *, ends: bool) -> None:
-        """Settle a ticket without a batch: the epoch `ends` before it, or the worker's stream is already past it."""
+    def report_no_batch(self, ticket: Ticket, *, is_end_of_data: bool) -> None:
+        """Settle a ticket without a batch: the data ends before it, or the worker's stream is already past it."""
         self.tickets.settle(ticket.serial)
         if self.epoch is not None and self.is_open(ticket.fit, ticket.epoch):
-            if ends:
+            if is_end_of_data:
                 self.epoch.truncate(ticket.batch)
             else:
                 self.lost.count += 1

@@ -26,7 +26,7 @@ from phalanx.parameter_server.server_messages import (
     dtypes_of,
 )
 from phalanx.parameter_server.server_protocol import Worker
-from phalanx.parameter_server.table_rows import NUMBER
+from phalanx.parameter_server.table_rows import ROW_NUMBER_DTYPE
 
 Array = np.ndarray[Any, Any]
 Reply = tuple[messages.Response, Sequence[Array]] | None
@@ -102,7 +102,9 @@ class GroupRequests:
             messages.AssignVariables: lambda sender, request: store.assign(request, sender.buffers),
             messages.OpenEpoch: self._open_epoch,
             messages.RequestTicket: self._next_ticket,
-            messages.NoBatch: lambda sender, request: schedule.report_no_batch(request.ticket, ends=request.ends),
+            messages.NoBatch: lambda sender, request: schedule.report_no_batch(
+                request.ticket, is_end_of_data=request.is_end_of_data
+            ),
             messages.EndEpoch: self._end_epoch,
             messages.RequestSampleOrder: self._sample_order,
             messages.ValidationLogs: lambda sender, request: validation.store(request, sender.buffers),
@@ -138,7 +140,7 @@ class GroupRequests:
         if self._confirm_update is not None and is_unreplicated:
             self._confirm_update()  # the replica may already lead, and be lost to this server for that reason
         ticket = None
-        if self._is_head and request.gradients:
+        if self._is_head and request.has_gradients:
             now = request.ticket
             ticket = self._schedule.try_next_ticket(sender.worker, sender.link, now.fit, now.epoch, now.era)
         arrays = [*values, *rows, *extras]
@@ -159,7 +161,7 @@ class GroupRequests:
         return Values(version, dtypes=dtypes_of(values), shards=len(values), **self._step_count()), values
 
     def _pull_rows(self, sender: Sender, request: messages.PullRows) -> Reply:
-        numbers = arrays_of(sender.buffers, [NUMBER.name] * len(sender.buffers))
+        numbers = arrays_of(sender.buffers, [ROW_NUMBER_DTYPE.name] * len(sender.buffers))
         return self._rows_reply(self._store.pull_rows(request.fit, numbers))
 
     def _rows_reply(self, rows: list[Array]) -> Reply:
@@ -199,7 +201,7 @@ class GroupRequests:
         return Values(0, dtypes=dtypes_of(merged), note=note, **self._step_count()), merged
 
     def _hold_steps(self, sender: Sender, request: messages.HoldSteps) -> Reply:
-        if request.on:
+        if request.is_held:
             self._schedule.hold_steps(self._config.timeout_s)
         else:
             self._schedule.resume_steps()
@@ -208,7 +210,7 @@ class GroupRequests:
     def _request_stop(self, sender: Sender, request: messages.RequestStop) -> Reply:
         fit = self._schedule.fit
         if request.fit != fit.number:
-            return Decision(yes=False), ()
+            return Decision(answer=False), ()
         fit.stop_requested |= request.stop
         return Decision(fit.stop_requested), ()
 
@@ -232,4 +234,4 @@ class GroupRequests:
     def _step_count(self) -> dict[str, Any]:
         """The global step, and the steps included in it, for `Values` and `FitJoined`."""
         with self._schedule.changed:  # both from the same moment
-            return {"step": self._schedule.global_step, "counted": self._schedule.counted.serials()}
+            return {"step": self._schedule.global_step, "counted_serials": self._schedule.counted.serials()}

@@ -101,7 +101,7 @@ class MergeBarrier:
         pending = self._pending.setdefault(key, _PendingMerge())
         pending.disagreement = pending.disagreement or self._difference(pending, ticket.member, part.extras)
         pending.contributions[ticket.member] = part
-        pending.is_finite &= message.finite or not message.share  # a part without samples has no weight in the merge
+        pending.is_finite &= message.is_finite or not message.share  # a part without samples has no weight in the merge
         until = self._members.clock() + rules.timeout_s
         while pending.extras is None:
             if pending.is_abandoned:

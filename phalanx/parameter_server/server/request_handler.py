@@ -125,9 +125,9 @@ class RequestHandler:
                 answer, arrays = self._answer(Sender(worker, link_name, buffers, copy), request)
                 # Only the response may still refer to `buffers`: once it is sent, the worker overwrites that memory.
                 if channel is not None and isinstance(answer, Values) and isinstance(request, _VIA_MEMORY):
-                    place, lengths = channel.write_values(arrays)
+                    region, lengths = channel.write_values(arrays)
                     if lengths:
-                        answer, arrays = msgspec.structs.replace(answer, lengths=lengths, place=place), ()
+                        answer, arrays = msgspec.structs.replace(answer, lengths=lengths, memory_region=region), ()
                 _send(link, answer, arrays, max(SEND_S, self._me.config.timeout_s))
         except (LinkClosedError, LinkTimeoutError) as error:
             if not is_closing():

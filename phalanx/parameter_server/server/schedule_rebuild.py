@@ -102,10 +102,10 @@ class ScheduleRebuild:
         schedule = self._schedule
         here = [m for m, _ in self._positions.values() if m.era == schedule.fit.era]
         if schedule.fit.rules.synchronous:
-            schedule.counted.proved = max((message.finished for message in here), default=-1)
+            schedule.counted.counted_up_to = max((message.finished for message in here), default=-1)
         else:
             tickets = [ticket for message in here for ticket in message.tickets]
-            schedule.counted.resume(tickets, [serial for message in here for serial in message.counted])
+            schedule.counted.resume(tickets, [serial for message in here for serial in message.counted_serials])
         if rebuild_fit(schedule.fit, self._positions):
             schedule.last_progress = schedule.clock()  # no worker is late yet
         self._positions.clear()
@@ -130,7 +130,7 @@ def rebuild_fit(fit: FitSchedule, positions: Mapping[Worker, WorkerPosition]) ->
     # Not from the workers alone: the one that took the newest steps may be lost with the previous head.
     skip_serials(fit, here)
     fit.phase = FitPhase.DECLARED
-    if not chief.opened or chief not in same:  # the chief's next request opens the epoch
+    if not chief.is_epoch_opened or chief not in same:  # the chief's next request opens the epoch
         return False
     fit.phase = FitPhase.RUNNING
     fit.epoch = epoch = EpochBatches(chief.epoch, None if chief.steps < 0 else chief.steps)

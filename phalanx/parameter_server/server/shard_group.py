@@ -252,7 +252,7 @@ class ShardGroup:
             self._members.say_goodbye(worker, message.failure)
             self.wake()
             if worker == CHIEF_WORKER:
-                for lost in set(message.without).intersection(self._members.names):
+                for lost in set(message.excluded).intersection(self._members.names):
                     self._members.evict(self._members.names.index(lost))
             with self._members.changed:
                 return self._members.table.evicted_tasks()

@@ -237,10 +237,10 @@ class StepSchedule:
             self.fit.tickets.settle(ticket.serial)
             self.changed.notify_all()
 
-    def report_no_batch(self, ticket: Ticket, *, ends: bool) -> None:
+    def report_no_batch(self, ticket: Ticket, *, is_end_of_data: bool) -> None:
         """See `FitSchedule.report_no_batch`."""
         with self.changed:
-            self.fit.report_no_batch(ticket, ends=ends)
+            self.fit.report_no_batch(ticket, is_end_of_data=is_end_of_data)
             self.changed.notify_all()
 
     def hold_steps(self, timeout_s: float) -> None:

@@ -36,7 +36,7 @@ class FitFacts(NamedTuple):
     first_epoch: int
     tables: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
-    ahead: int
+    step_offset: int
 
 
 class PushResult(NamedTuple):
@@ -166,7 +166,7 @@ class VariableStore:
             self._former.workers_behind.discard(worker)
             if not self._former.workers_behind:
                 self._former = _FormerFit()
-            return FitFacts(declared.first_epoch, declared.model.tables, self._shards.groups, declared.ahead)
+            return FitFacts(declared.first_epoch, declared.model.tables, self._shards.groups, declared.step_offset)
 
     # State for snapshots and replicas.
 
@@ -210,10 +210,10 @@ class VariableStore:
             # Gradients, not results: the same optimizer makes the same update here, and results would be three times as
             # many bytes with Adam's moments.
             arrays = arrays_of(buffers, record.dtypes)
-            if record.gradients:
-                gradients = self._shards.shape_gradients(iter(arrays[: record.gradients]))
+            if record.num_gradients:
+                gradients = self._shards.shape_gradients(iter(arrays[: record.num_gradients]))
                 self.version += self._shards.apply(gradients)
-            result = MergeResult(record.members, arrays[record.gradients :])
+            result = MergeResult(record.members, arrays[record.num_gradients :])
             self.history.record((record.serial, record.phase), result)
             with self._schedule.changed:
                 self._schedule.global_step = record.step
@@ -318,7 +318,7 @@ class VariableStore:
                     "it belongs to a `fit` that is over, or that the chief has declared again",
                 )
             flat = iter(arrays_of(buffers, message.dtypes))
-            gradients = shards.shape_gradients(flat) if message.gradients else []
+            gradients = shards.shape_gradients(flat) if message.has_gradients else []
             wanted = [next(flat) for _ in shards.tables] if message.wants_rows else []
             extras, note = list(flat), ""
             key = (ticket.serial, message.phase)
@@ -332,16 +332,16 @@ class VariableStore:
                     message, part, rules, self.history, lambda merged: self._apply(key, merged, message)
                 )
             else:
-                note = self._apply(key, MergedStep(ticket.members, gradients, [], message.finite), message)
+                note = self._apply(key, MergedStep(ticket.members, gradients, [], message.is_finite), message)
                 extras = []
             # Another thread may have changed the shards while this one waited at the barrier.
             shards = self._shards or shards
-            values = shards.values(copy) if message.gradients else []
+            values = shards.values(copy) if message.has_gradients else []
             rows = gather_rows(shards.tables, wanted) if wanted else []
             return PushResult(self.version, values, rows, extras, note)
 
     def _confirm(self, message: PushGradients) -> None:
-        if self._is_head and message.gradients:
+        if self._is_head and message.has_gradients:
             self._schedule.confirm_step(message.ticket)
 
     def _apply(self, key: MergeKey, merged: MergedStep, message: PushGradients) -> str:
@@ -355,7 +355,7 @@ class VariableStore:
             name = self._members.names[message.ticket.member]
             logger.warning("An update of %s: %s (%d so far).", name, note, self._refused)
             gradients = []
-        is_applied = message.gradients and not note
+        is_applied = message.has_gradients and not note
         if self.replica.has_link:  # the replica works while this server does
             sent = [array for gradient in gradients for array in _arrays_of(gradient)]
             arrays, step = [*sent, *merged.extras], self._schedule.global_step + is_applied
@@ -363,7 +363,7 @@ class VariableStore:
         self.version += shards.apply(gradients)
         self.history.record(key, MergeResult(merged.members, merged.extras))
         self.replica.wait()  # with the lock held: workers get a response only when both servers have the update
-        if self._is_head and message.gradients:
+        if self._is_head and message.has_gradients:
             self._schedule.complete_step(message.ticket, is_applied=is_applied)
         return note
 

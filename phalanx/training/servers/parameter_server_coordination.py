@@ -98,7 +98,7 @@ class FitRejoin:
         pass_began, order = self.order
         has_order = self._worker.is_chief and server == HEAD and order is not None
         rejoin = self._remote_model.merge.rejoin(
-            server, self.epoch, steps, pass_began if has_order else -1, opened=self.is_opened
+            server, self.epoch, steps, pass_began if has_order else -1, is_epoch_opened=self.is_opened
         )
         messages: list[tuple[Any, Sequence[Array]]] = [(rejoin, [order] if has_order and order is not None else [])]
         messages += self._remote_model.variables.requests_to_repeat()
@@ -210,12 +210,12 @@ class ParameterServerCoordination:
 
     def _follow_back(self, answer: Ticket | EpochOver | FitOver | None) -> bool:
         """Go back to the epoch with which a restarted chief continues, if the answer says so."""
-        if not isinstance(answer, EpochOver) or answer.back_to < 0:
+        if not isinstance(answer, EpochOver) or answer.resume_epoch < 0:
             return False
-        logger.warning("The chief was restarted; continuing with epoch %d.", answer.back_to + 1)
+        logger.warning("The chief was restarted; continuing with epoch %d.", answer.resume_epoch + 1)
         self._share_state()
         self._source.restart()
-        self._state.epoch = answer.back_to
+        self._state.epoch = answer.resume_epoch
         return True
 
     def begin_epoch(self) -> bool:

@@ -260,4 +260,4 @@ class RemoteModel:
 
 def count_steps(remote_model: RemoteModel, worker: ParameterServerWorker) -> None:
     """Set the step count of this worker's optimizer from the job's."""
-    set_step_count(remote_model.model.optimizer, worker.global_step - remote_model.merge.tickets.ahead)
+    set_step_count(remote_model.model.optimizer, worker.global_step - remote_model.merge.tickets.step_offset)

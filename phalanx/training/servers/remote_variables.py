@@ -30,7 +30,7 @@ from phalanx.parameter_server.server_messages import (
     Values,
     arrays_of,
 )
-from phalanx.parameter_server.shard_placement import PlacedVariable, place
+from phalanx.parameter_server.shard_placement import PlacedVariable, place_shards
 from phalanx.runtime import progress
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.steps.parameter_server_step import ParameterServerMerge
@@ -81,7 +81,7 @@ class RemoteVariables:
         self._known_optimizer = self._optimizer_settings()
         self.tables: tuple[int, ...] = ()
         self._described = described = [PlacedVariable(v.path, tuple(v.shape), _dtype_of(v)) for v in self.variables]
-        self._shards = shards = place(described, self._client.num_servers, worker.partitioner)
+        self._shards = shards = place_shards(described, self._client.num_servers, worker.partitioner)
         in_pieces = len(shards) > len(described)
         whole = self._client.num_servers == 1 and not in_pieces
         check_optimizer(optimizer, cut=in_pieces, whole=whole, late=bool(worker.rules.replicas_to_aggregate))
@@ -117,9 +117,10 @@ class RemoteVariables:
         if len(attached) < len(answers):
             return None
         answer = attached[HEAD]
-        self._merge.tickets.era, self.tables, self._merge.tickets.ahead = answer.era, answer.tables, answer.ahead
+        tickets, self.tables = self._merge.tickets, answer.tables
+        tickets.era, tickets.step_offset = answer.era, answer.step_offset
         # It may be less than before if the chief was restarted.
-        self._worker.global_step = self._merge.tickets.note_count(answer)
+        self._worker.global_step = tickets.note_count(answer)
         groups = [each.groups for each in attached]
         self._placed = PlacedVariables(self._described, self._shards, self._client.num_servers, self.tables, groups)
         if self._clip is not None and self.tables and self._worker.rules.synchronous:
@@ -198,7 +199,7 @@ class RemoteVariables:
         values = [to_host(v) if number in changed else None for number, v in enumerate(self.variables)]
         message = AssignVariables(self._fit, changed)
         servers = range(self._client.num_servers)
-        self._client.request_all([(message, self._placed.cut(values, server)) for server in servers])
+        self._client.request_all([(message, self._placed.split_into_shards(values, server)) for server in servers])
         return True
 
     def are_averages_in_weights(self) -> bool:
@@ -274,13 +275,13 @@ class RemoteVariables:
         step = self._worker.global_step = max(self._worker.global_step, iterations)
         # Greater than that of any chief before a restart, so that its tickets are recognized as void. It need not be
         # exact.
-        requests, era, ahead = [], time.time_ns(), step - iterations
+        requests, era, step_offset = [], time.time_ns(), step - iterations
         for server in range(self._client.num_servers):
             places = _slots_on(self.slots, placed, server)
-            message = DeclareModel(fit, first_epoch, description, self._worker.rules, tuple(places), step, era, ahead)
-            requests.append(
-                (message, [*placed.cut(values, server), *[state[slot][rows] for slot, rows in places.values()]])
-            )
+            rules, slots = self._worker.rules, tuple(places)
+            message = DeclareModel(fit, first_epoch, description, rules, slots, step, era, step_offset)
+            own_state = [state[slot][rows] for slot, rows in places.values()]
+            requests.append((message, [*placed.split_into_shards(values, server), *own_state]))
         self._client.request_all(requests)
         self._rate = self._learning_rate()
 
@@ -307,11 +308,11 @@ def _slots_on(
     }
     of_shards: dict[tuple[int, str], tuple[OptimizerSlot, Any]] = {
         (number, slot.name): (slot, slice(shard.start, shard.stop) if placed.variables[slot.variable].shape else ...)
-        for number, shard in enumerate(placed.of_server[server])
+        for number, shard in enumerate(placed.shards_by_server[server])
         for slot in slots
         if slot.variable == shard.variable
     }
-    return own | of_shards if placed.of_server[server] else {}
+    return own | of_shards if placed.shards_by_server[server] else {}
 
 
 def _refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

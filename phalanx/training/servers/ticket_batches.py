@@ -107,7 +107,7 @@ class TicketBatches:
             if not isinstance(ticket, Ticket) or not (self.is_ended and len(ticket.members) == 1):
                 return ticket
             # A step of several members may already be in progress on the others; this one is not.
-            self._report_missing(ticket, ends=True)
+            self._report_missing(ticket, is_end_of_data=True)
 
     def batch(self, ticket: Ticket) -> TicketBatch | None:
         """This worker's part of the ticket's batch; if there is none, reports it to the servers and returns None."""
@@ -137,18 +137,18 @@ class TicketBatches:
         try:
             batch = self.source.batch(ticket.batch)
         except BatchNotAvailableError:
-            self._report_missing(ticket, ends=False)
+            self._report_missing(ticket, is_end_of_data=False)
             return None
         if batch is None:
-            self._report_missing(ticket, ends=True)
+            self._report_missing(ticket, is_end_of_data=True)
             return None
         # In synchronous training several workers share a batch: each takes the part at its position among the ticket's
         # members.
         part = cut(batch.data, ticket.members.index(ticket.member), len(ticket.members), "the input", copies=False)
         return TicketBatch(part.data, part.size, part.global_size or part.size, ticket)
 
-    def _report_missing(self, ticket: Ticket, *, ends: bool) -> None:
-        """Return a ticket without a batch; `ends`: because the data has ended."""
+    def _report_missing(self, ticket: Ticket, *, is_end_of_data: bool) -> None:
+        """Return a ticket without a batch, because the data has ended or the stream is past it."""
         self._merge.flush()
-        self._client.request(HEAD, NoBatch(ticket, ends))
+        self._client.request(HEAD, NoBatch(ticket, is_end_of_data))
         self._merge.tickets.abandon(ticket)

@@ -19,7 +19,7 @@ import numpy as np
 from phalanx.engines.engine import Engine
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.patching import override_methods, restore_methods, set_untracked
-from phalanx.parameter_server.table_rows import NUMBER, padded, power_of_two
+from phalanx.parameter_server.table_rows import ROW_NUMBER_DTYPE, next_power_of_two, padded
 from phalanx.training.sparse_embeddings.row_lookup import RowLookup, unique_numbers
 from phalanx.training.sparse_embeddings.table_selection import MAX_ROWS, EmbeddingTable
 
@@ -115,7 +115,9 @@ class CompactTable:
         )
         # Messages, and code that selects variables by path, must see the table's path.
         self._rows._path = variable.path
-        self._numbers = keras.Variable(np.full(room, NO_ROW), dtype=NUMBER.name, trainable=False, name="row_numbers")
+        self._numbers = keras.Variable(
+            np.full(room, NO_ROW), dtype=ROW_NUMBER_DTYPE.name, trainable=False, name="row_numbers"
+        )
 
     def enter(self) -> None:
         layer = self._table.layer
@@ -131,7 +133,7 @@ class CompactTable:
 
     def values(self, numbers: Array, rows: Array) -> list[tuple[Any, Array]]:
         """Return the variables, with their values for a step."""
-        places = np.full(self.room, NO_ROW, NUMBER)
+        places = np.full(self.room, NO_ROW, ROW_NUMBER_DTYPE)
         # Ascending, then NO_ROW: `_call` searches by bisection.
         places[: len(numbers)] = numbers
         return [(self._numbers, places), (self._rows, padded(rows, self.room))]
@@ -193,4 +195,4 @@ def _swap_variables(layer: Any, out: Sequence[Any], into: Sequence[Any]) -> None
 
 
 def _room_for(table: EmbeddingTable, used: int) -> int:
-    return min(power_of_two(int(used * SPARE_ROOM)), int(table.variable.shape[0]))
+    return min(next_power_of_two(int(used * SPARE_ROOM)), int(table.variable.shape[0]))

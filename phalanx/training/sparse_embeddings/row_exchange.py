@@ -10,7 +10,7 @@ import numpy as np
 from phalanx.parameter_server.client.parameter_client import ParameterServerClient
 from phalanx.parameter_server.client.placed_variables import PlacedVariables
 from phalanx.parameter_server.server_messages import PullRows, PullTables, Ticket, Values, arrays_of
-from phalanx.parameter_server.table_rows import TableRows, numbers_in_shard
+from phalanx.parameter_server.table_rows import TableRows, row_numbers_in_shard
 
 Array = np.ndarray[Any, Any]
 Numbers = Sequence[Array]
@@ -76,29 +76,29 @@ class EmbeddingRowExchange:
         """Store the rows that came with the responses to gradients, by server."""
         serial, self._requested, self._next = self._requested, None, None
         is_complete = all(
-            len(part) == len(shards) for part, shards in zip(parts, self._placed.tables_of_server, strict=True)
+            len(part) == len(shards) for part, shards in zip(parts, self._placed.table_shards_by_server, strict=True)
         )
         # Otherwise not every server has responded with rows: `begin` will request them.
         if serial is not None and is_complete:
-            self._received[serial] = self._placed.join_tables(parts)
+            self._received[serial] = self._placed.merge_tables(parts)
 
     def _servers(self) -> list[int]:
         """Return the servers that have tables."""
-        return [server for server, shards in enumerate(self._placed.tables_of_server) if shards]
+        return [server for server, shards in enumerate(self._placed.table_shards_by_server) if shards]
 
     def _request(self, requests: Sequence[tuple[PullRows | PullTables, Sequence[Array]]]) -> list[Array]:
         """Send a request to each of these servers, and join their responses."""
         servers = self._servers()
         for server, (request, buffers) in zip(servers, requests, strict=True):
             self._client.send(server, request, buffers)
-        parts: list[list[Array]] = [[] for _ in self._placed.tables_of_server]
+        parts: list[list[Array]] = [[] for _ in self._placed.table_shards_by_server]
         for server, (response, received) in zip(servers, self._client.receive_all(servers), strict=True):
             assert isinstance(response, Values)
             parts[server] = arrays_of(received, response.dtypes)
-        return self._placed.join_tables(parts)
+        return self._placed.merge_tables(parts)
 
     def _numbers_on(self, server: int, numbers: Numbers) -> list[Array]:
         """Return the numbers of a server's rows, counted from the beginning of each shard."""
         by_table = dict(zip(self._placed.tables, numbers, strict=True))
-        shards = self._placed.tables_of_server[server]
-        return [numbers_in_shard(by_table[shard.variable], shard) for shard in shards]
+        shards = self._placed.table_shards_by_server[server]
+        return [row_numbers_in_shard(by_table[shard.variable], shard) for shard in shards]

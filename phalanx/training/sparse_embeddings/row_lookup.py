@@ -10,7 +10,7 @@ import numpy as np
 from keras import tree
 
 from phalanx.errors import ConfigurationError
-from phalanx.parameter_server.table_rows import NUMBER
+from phalanx.parameter_server.table_rows import ROW_NUMBER_DTYPE
 from phalanx.training.sparse_embeddings.table_selection import EmbeddingTable, layer_graph
 
 Array = np.ndarray[Any, Any]
@@ -78,7 +78,7 @@ def unique_numbers(table: EmbeddingTable, parts: Sequence[Array]) -> Array:
     Raises: ConfigurationError if one is not in the table.
     """
     height = table.variable.shape[0]
-    numbers = np.unique(np.concatenate([np.zeros(0, NUMBER), *parts]))
+    numbers = np.unique(np.concatenate([np.zeros(0, ROW_NUMBER_DTYPE), *parts]))
     if len(numbers) and numbers[0] < 0:
         numbers = np.unique(np.where(numbers < 0, numbers + height, numbers))
     if len(numbers) and not 0 <= numbers[0] <= numbers[-1] < height:
@@ -88,4 +88,4 @@ def unique_numbers(table: EmbeddingTable, parts: Sequence[Array]) -> Array:
             f"The input of the layer `{table.layer.name}` holds the number {wrong}; its table has {height} rows "
             f"(input_dim), so numbers must be from 0 to {height - 1}."
         )
-    return numbers.astype(NUMBER)
+    return numbers.astype(ROW_NUMBER_DTYPE)

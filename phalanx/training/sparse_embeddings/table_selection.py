@@ -15,7 +15,7 @@ from keras import tree
 from phalanx.engines.updater import why_not_by_rows
 from phalanx.keras_compat.keras_internals import Functional
 from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot
-from phalanx.parameter_server.table_rows import NUMBER
+from phalanx.parameter_server.table_rows import ROW_NUMBER_DTYPE
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ MIN_TABLE_BYTES = 1 << 20
 """A smaller table is sent with all rows, unless the user decides otherwise."""
 LARGE_TABLE_BYTES = 16 << 20
 """Size from which a table that is sent with all rows is logged."""
-MAX_ROWS = np.iinfo(NUMBER).max
+MAX_ROWS = np.iinfo(ROW_NUMBER_DTYPE).max
 """Greater than any row number."""
 
 

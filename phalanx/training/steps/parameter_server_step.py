@@ -105,11 +105,11 @@ class ParameterServerMerge(Merge):
         return self._rows
 
     def rejoin(
-        self, server: int, epoch: int = -1, steps: int = -1, order_epoch: int = -1, *, opened: bool = True
+        self, server: int, epoch: int = -1, steps: int = -1, order_epoch: int = -1, *, is_epoch_opened: bool = True
     ) -> messages.Rejoin:
         """Return this worker's position, for a server that recovers in the middle of training."""
         version, step = self.transfer.versions[server], self._worker.global_step
-        return self.tickets.rejoin(version, step, epoch, steps, order_epoch, opened=opened)
+        return self.tickets.rejoin(version, step, epoch, steps, order_epoch, is_epoch_opened=is_epoch_opened)
 
     # The schedule.
 
@@ -147,7 +147,7 @@ class ParameterServerMerge(Merge):
     def _end_epoch(self, response: EpochOver | FitOver) -> None:
         """End the epoch, or begin the new era to which the chief has gone back."""
         self._after = response.newest if isinstance(response, EpochOver) else -1
-        if isinstance(response, EpochOver) and response.back_to >= 0:
+        if isinstance(response, EpochOver) and response.resume_epoch >= 0:
             self.tickets.begin_era(response.era)
 
     # Updates.

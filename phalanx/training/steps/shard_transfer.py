@@ -16,7 +16,7 @@ from phalanx.parameter_server.client.parameter_client import ParameterServerClie
 from phalanx.parameter_server.client.placed_variables import PlacedVariables
 from phalanx.parameter_server.server_messages import Values, arrays_of
 from phalanx.parameter_server.shard_packing import Kind, kind_of
-from phalanx.parameter_server.shard_placement import rows as rows_of
+from phalanx.parameter_server.shard_placement import rows_of_shard
 from phalanx.parameter_server.table_rows import TableRows
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class ShardTransfer:
         self.values: list[Array | None] = []
         self.versions = [-1] * client.num_servers
         for server, groups in enumerate(placed.groups):
-            of_tables = [placed.kind(shard) for shard in placed.tables_of_server[server]]
+            of_tables = [placed.kind(shard) for shard in placed.table_shards_by_server[server]]
             client.share_memory(server, [*groups.kinds, *of_tables])
         # Kinds of the gradients sent to each server, tables excepted.
         self._kinds = [tuple(map(self._wire_kind, groups.kinds)) for groups in placed.groups]
@@ -72,7 +72,7 @@ class ShardTransfer:
         Returns: the arrays, and how many of them are gradients.
         """
         placed = self.placed
-        parts = placed.cut_tables(gradients, server) if placed.tables and gradients else []
+        parts = placed.split_tables(gradients, server) if placed.tables and gradients else []
         kinds = self._kinds[server] if gradients else ()
         of_tables = [kind for part in parts for kind in (kind_of(part.numbers), self._wire_kind(kind_of(part.values)))]
         buffers = self._client.send_buffers(server, (*kinds, *of_tables, *map(kind_of, more)))
@@ -81,11 +81,11 @@ class ShardTransfer:
             # The client returns the same buffers as long as the kinds are the same; others mean a new channel or other
             # arrays.
             if views is None or views[0] is not buffers:
-                views = self._send_views[server] = buffers, placed.groups[server].cut(buffers[: len(kinds)])
-            for view, shard in zip(views[1], placed.dense_of_server[server], strict=True):
+                views = self._send_views[server] = buffers, placed.groups[server].unpack(buffers[: len(kinds)])
+            for view, shard in zip(views[1], placed.dense_shards_by_server[server], strict=True):
                 gradient = gradients[shard.variable]
                 assert not isinstance(gradient, TableRows), "of a table"
-                np.copyto(view, rows_of(gradient, shard), casting="unsafe")
+                np.copyto(view, rows_of_shard(gradient, shard), casting="unsafe")
         following = [*(array for part in parts for array in part), *more]
         for buffer, array in zip(buffers[len(kinds) :], following, strict=True):
             np.copyto(buffer, array, casting="unsafe")
@@ -98,7 +98,7 @@ class ShardTransfer:
             assert isinstance(response, Values)
             if response.note:
                 logger.warning("An update of this worker: %s.", response.note)
-            if response.shards or not self.placed.dense_of_server[server]:  # otherwise newer ones will follow
+            if response.shards or not self.placed.dense_shards_by_server[server]:  # otherwise newer ones will follow
                 self.versions[server] = response.version
             parts.append(self._shards_in(server, response, buffers) if response.shards else [])
             more = arrays_of(buffers[response.shards :], response.dtypes[response.shards :])
@@ -109,23 +109,23 @@ class ShardTransfer:
 
     def _shards_in(self, server: int, response: Values, buffers: Sequence[memoryview]) -> list[Array]:
         """Return the server's shards, tables excepted."""
-        known = self._receive_views.get((server, response.place))
+        known = self._receive_views.get((server, response.memory_region))
         if known is None or known[0] is not buffers:
             arrays = arrays_of(buffers[: response.shards], response.dtypes[: response.shards])
-            known = buffers, self.placed.groups[server].cut(arrays)
+            known = buffers, self.placed.groups[server].unpack(arrays)
             if response.lengths:
-                self._receive_views[server, response.place] = known
+                self._receive_views[server, response.memory_region] = known
         return known[1]
 
     def _keep(self, parts: list[list[Array]]) -> None:
         placed = self.placed
-        if all(len(part) == len(shards) for part, shards in zip(parts, placed.dense_of_server, strict=True)):
-            self.values = placed.join(parts)
+        if all(len(part) == len(shards) for part, shards in zip(parts, placed.dense_shards_by_server, strict=True)):
+            self.values = placed.merge_shards(parts)
         # A server may send none: it has nothing newer, or newer values will follow.
         elif any(parts):
-            old = [placed.cut(self.values, server) for server in range(len(parts))]  # none for tables
-            self.values = placed.join([part or before for part, before in zip(parts, old, strict=True)])
+            old = [placed.split_into_shards(self.values, server) for server in range(len(parts))]  # none for tables
+            self.values = placed.merge_shards([part or before for part, before in zip(parts, old, strict=True)])
 
     def dense_versions(self) -> list[int]:
         """Return the versions of the values last received, from each server with shards that are not of tables."""
-        return [v for v, shards in zip(self.versions, self.placed.dense_of_server, strict=True) if shards]
+        return [v for v, shards in zip(self.versions, self.placed.dense_shards_by_server, strict=True) if shards]

@@ -13,17 +13,18 @@ class StepTickets:
     Attributes:
         fit: Number of the `fit` call.
         era: Era of the `fit`.
-        ahead: See `DeclareModel`.
+        step_offset: See `DeclareModel`.
         current: The ticket of the current step; None before the first.
         phase: Number of merges of that step so far.
     """
 
     def __init__(self) -> None:
         self.fit = -1
-        self.era = self.ahead = 0
+        self.era = self.step_offset = 0
         self.current: Ticket | None = None
         self.phase = 0
-        self._counted: tuple[int, ...] = ()  # included in the global step that the head reported last; see `Values`
+        # Included in the global step that the head reported last; see `Values`.
+        self._counted_serials: tuple[int, ...] = ()
         # Issued by the head, not begun; the next step takes the first.
         self._waiting: deque[Ticket] = deque()
         self._unapplied: dict[int, Ticket] = {}  # by serial: steps that are not applied, to this worker's knowledge
@@ -96,10 +97,12 @@ class StepTickets:
 
     def note_count(self, answer: Values | FitJoined) -> int:
         """Record which updates the head has included in the global step; return that step."""
-        self._counted = answer.counted
+        self._counted_serials = answer.counted_serials
         return answer.step
 
-    def rejoin(self, version: int, step: int, epoch: int, steps: int, order_epoch: int, *, opened: bool) -> Rejoin:
+    def rejoin(
+        self, version: int, step: int, epoch: int, steps: int, order_epoch: int, *, is_epoch_opened: bool
+    ) -> Rejoin:
         """Return this worker's position in the training, for a server that recovers; arguments as for `Rejoin`."""
         return Rejoin(
             fit=self.fit,
@@ -112,7 +115,7 @@ class StepTickets:
             step=step,
             steps=steps,
             order_epoch=order_epoch,
-            opened=opened,
+            is_epoch_opened=is_epoch_opened,
             steps_made=self._made[1] if self._made[0] == epoch else 0,
-            counted=self._counted,
+            counted_serials=self._counted_serials,
         )
