@@ -133,6 +133,12 @@ def overrides(model: Any, method: str) -> bool:
     return is_own or own_method(model, method) is not None
 
 
+def set_mode(model: Any, *, training: bool) -> None:
+    """Switch a model between training and evaluation, as Keras does on PyTorch, where code may read `self.training`."""
+    if keras.backend.backend() == "torch":
+        model.train(training)
+
+
 def own_method(thing: Any, method: str) -> Any:
     """Return the method that the program has set on this object, as in `model.train_step = step`; None if none."""
     found = vars(thing).get(method)

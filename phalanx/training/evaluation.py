@@ -15,6 +15,7 @@ from phalanx.collectives.communicator import Array
 from phalanx.data import ShardedInput
 from phalanx.errors import MembershipChangedError
 from phalanx.keras_compat.keras_internals import pythonify_logs
+from phalanx.keras_compat.model_state import set_mode
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import progress_bar
@@ -39,6 +40,7 @@ def evaluate_on_replicas(
     """
     progress.report("evaluate")
     replica_model.model.stop_evaluating = False
+    set_mode(replica_model.model, training=False)
     callbacks.on_test_begin()
     stops = bool(replica_model.model.stop_evaluating)
     logs = replica_model.repeat_over(source, lambda: _pass(replica_model, source, callbacks, watched, stops), on_change)

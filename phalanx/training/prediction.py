@@ -12,6 +12,7 @@ from keras import tree
 from phalanx.data import ShardedInput
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.errors import MembershipChangedError, UnsupportedError
+from phalanx.keras_compat.model_state import set_mode
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import callback_hooks, progress_bar
@@ -30,6 +31,7 @@ def predict_on_replicas(replica_model: ReplicaModel, source: ShardedInput, callb
         watched: Whether callbacks of any rank see single batches.
     """
     replica_model.model.stop_predicting = False
+    set_mode(replica_model.model, training=False)
     callbacks.on_predict_begin()
     stops = bool(replica_model.model.stop_predicting)
     outputs = replica_model.repeat_over(source, lambda: _pass(replica_model, source, callbacks, watched, stops))

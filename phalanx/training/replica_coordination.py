@@ -12,7 +12,13 @@ from phalanx.checkpoint.backup_and_restore import step_of_backup
 from phalanx.checkpoint.callback_state import append_to_log_files
 from phalanx.checkpoint.result_encoding import as_plain_value
 from phalanx.data.input_position import InputPlace
-from phalanx.keras_compat.model_state import logs_differ_from_metrics, logs_of_empty_epoch, overrides, plain_logs
+from phalanx.keras_compat.model_state import (
+    logs_differ_from_metrics,
+    logs_of_empty_epoch,
+    overrides,
+    plain_logs,
+    set_mode,
+)
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import state_sync
@@ -109,6 +115,7 @@ class ReplicaCoordination:
     def epoch_batches(self) -> Iterator[None]:
         """See `Coordination.epoch_batches`."""
         state, stepper, engine = self._state, self._state.stepper, self._replica_model.engine
+        set_mode(self._replica_model.model, training=True)
         if state.batches is None:
             self._replica_model.agree_on_learning_rate(self._retry)
             self._replica_model.probes.begin_epoch(engine)
@@ -129,6 +136,7 @@ class ReplicaCoordination:
             if batches.done % self.steps_per_group:  # else `end_group` was called after the last step
                 self._stops_within_epoch()
             self._recorder.record_merge(stepper.finish(self._retry))
+            set_mode(self._replica_model.model, training=False)
         finally:
             batches.close()
             state.batches = None

@@ -82,6 +82,17 @@ def _own_evaluate(keras: Any) -> Any:
     return Model(inputs, keras.layers.Dense(CLASSES, activation="softmax")(inputs))
 
 
+def _doubling(keras: Any) -> Any:
+    """A model that depends on its mode, which PyTorch's modules have."""
+
+    class Doubling(keras.Model):  # type: ignore[misc]
+        def call(self, inputs: Any) -> Any:
+            return super().call(inputs * (2.0 if getattr(self, "training", True) else 1.0))
+
+    inputs = keras.Input((FEATURES,))
+    return Doubling(inputs, keras.layers.Dense(CLASSES, activation="softmax")(inputs))
+
+
 def _centering(keras: Any) -> Any:
     """A model that uses the mean of a batch."""
     from tests.training.scenarios.own_code import Centering
@@ -217,6 +228,7 @@ CASES = {
     "synchronous_class_weights": Case(2, {"synchronous": True}, fit={"class_weight": {0: 0.5, 1: 1.0, 2: 2.0}}),
     "synchronous_with_own_train_step": Case(2, {"synchronous": True}, model=_own_step),
     "synchronous_with_own_evaluate": Case(2, {"synchronous": True}, model=_own_evaluate),
+    "synchronous_with_a_model_that_depends_on_its_mode": Case(2, {"synchronous": True}, model=_doubling),
     "synchronous_with_a_loss_divided_by_weights": Case(
         2,
         {"synchronous": True},

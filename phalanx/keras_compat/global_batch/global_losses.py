@@ -120,7 +120,7 @@ def relates_samples(loss: Any, y_pred: Any) -> bool:
     if not (getattr(function, "__module__", None) or "").startswith("keras."):
         return False
     # Several outputs with one compiled loss for all are stacked; the samples are then the second axis.
-    rank = max(len(each.shape) for each in tree.flatten(y_pred))
+    rank = max(len(getattr(each, "shape", ())) for each in tree.flatten(y_pred))  # a custom step may pass a number
     if "axis" not in arguments:
         return function is keras_losses.circle or (rank == 1 and relates_last_axis(function))
     axes, first = arguments["axis"], {int(tree.is_nested(y_pred)), -rank}  # None: all of them

@@ -104,8 +104,10 @@ def find_rules(model: Any, engine: Engine, data: Any, *, replicas: int) -> tuple
             logger.info("Metrics of %r cannot be computed of few samples: %r", model.name, error)
             few = many
         state.restore()
+        series.append(_trials_with_an_empty_target(rules, few, update, numbers))
+        state.restore()
         # A metric may use pairs of samples, or the ten largest values. Large samples get no more rows than before.
-        if not series or PARTS * size > ROWS or samples < ROWS:
+        if few is many or PARTS * size > ROWS or samples < ROWS:
             series.append(_trials_that_tell(rules, many, update, numbers, size))
         state.restore()
         if engine.runs_python and (metric := _metric_in_python(model, probed, few)) is not None:
@@ -195,6 +197,29 @@ def _trials_that_tell(
                 known[number] = found
             known.setdefault(number, found)
     return known
+
+
+def _trials_with_an_empty_target(
+    rules: MetricRules, batch: Values, update: Update, numbers: Sequence[int]
+) -> dict[int, list[Trial]]:
+    """Return trials in which the targets of one sample are zero and weights differ, of the variables that allow it.
+
+    A metric may treat such a sample in a way that depends on the rest of the batch, such as a ranking metric a list
+    without relevant items, and the first batch need not contain one.
+    """
+
+    def emptied(array: Array) -> Array:
+        changed = array.copy()
+        changed[1:2] = 0
+        return changed
+
+    y, outputs, weight = batch
+    try:
+        trials = _observe(rules, (map_leaves(emptied, y), outputs, map_leaves(_unlike, weight)), update, 1)
+    except Exception as error:  # a metric may not accept such targets
+        logger.debug("Metrics refuse targets of zero: %r", error)
+        return {}
+    return {number: trials[number] for number in numbers if _are_finite(trials[number])}
 
 
 def _observe(rules: MetricRules, batch: Values, update: Update, smallest: int) -> list[list[Trial]]:

@@ -251,9 +251,11 @@ class ParameterServerCoordination:
         if self._worker.is_chief:
             self._open_epoch()
         self._batches.begin()
+        model_state.set_mode(remote_model.model, training=True)
         remote_model.engine.begin()
         try:
             yield
+            model_state.set_mode(remote_model.model, training=False)
         finally:
             # Even after an exception: the response to an update in flight must be received before the next request.
             try:

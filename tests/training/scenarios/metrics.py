@@ -346,6 +346,39 @@ def metric_of_positives_that_the_first_samples_are_not(setting: Setting) -> dict
     return fitted(model, features(96), y, batch_size=48)
 
 
+class RankedLists(keras.metrics.Metric):
+    """As keras-rs weighs lists: one without relevant items has the mean weight of the others in its batch."""
+
+    def __init__(self) -> None:
+        super().__init__(name="ranked")
+        self.total = self.add_variable((), "zeros", name="total")
+        self.count = self.add_variable((), "zeros", name="count")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        given = ops.ones((ops.shape(y_true)[0],)) if sample_weight is None else ops.reshape(sample_weight, (-1,))
+        relevant = ops.cast(ops.any(y_true > 0, axis=1), "float32")
+        mean = ops.sum(given * relevant) / ops.maximum(ops.sum(relevant), 1.0)
+        weight = ops.where(relevant > 0, given, mean)
+        self.total.assign_add(ops.sum(weight * ops.max(y_pred, axis=1)))
+        self.count.assign_add(ops.sum(weight))
+
+    def result(self) -> Any:
+        return self.total / self.count
+
+
+@scenario(quick=ONE_BACKEND, error=_refused("The metric 'ranked' (RankedLists) cannot be merged"))
+def metric_of_lists_of_which_the_first_are_relevant(setting: Setting) -> dict[str, Any]:
+    y = np.ones((33, 4), "float32")
+    y[20:23] = 0
+    model = compiled(
+        setting,
+        lambda: keras.Sequential([keras.Input((FEATURES,)), layers.Dense(4)]),
+        loss="mse",
+        weighted_metrics=[RankedLists()],
+    )
+    return fitted(model, features(), y, sample_weight=weights())
+
+
 class Pairs(keras.metrics.Metric):
     """A mean over pairs of neighbours in a batch."""
 

@@ -11,7 +11,7 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from tests.training.scenarios.common import BATCH, FEATURES, compiled, features, fitted, fitted_on, numbers
+from tests.training.scenarios.common import BATCH, FEATURES, compiled, features, fitted, fitted_on, numbers, observed
 from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, scenario
 
 
@@ -367,6 +367,41 @@ class Reducing(keras.Model):
 def own_steps_that_reduce_a_loss(setting: Setting) -> dict[str, Any]:
     loss = keras.losses.MeanSquaredError(reduction="none")
     return _validated(compiled(setting, _dense(Reducing), loss=loss))
+
+
+class Doubling(keras.Model):
+    """Doubles what it trains on, as PyTorch's modules know it: not by an argument, but by their mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = layers.Dense(4), layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.outer(self.inner(inputs) * (2.0 if self.training else 1.0))
+
+
+@scenario(backends=("torch",), quick=("torch",))
+def model_that_depends_on_its_mode(setting: Setting) -> dict[str, Any]:
+    """A test between two batches ends the training mode for the rest of the epoch, and so for all replicas."""
+    x, y = features(), numbers()
+    model = compiled(setting, Doubling, loss="mse", optimizer=keras.optimizers.SGD(0.05))
+    modes = []
+
+    def test(batch: int, logs: Any) -> None:
+        modes.append(model.training)
+        if batch == 1:
+            model.evaluate(x, y, verbose=0)
+
+    found = fitted(model, x, y, validation_data=(x, y))
+    tested = fitted(model, x, y, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=test)])
+    return {**found, "tested": tested, "modes": [*modes, model.training], **observed(model, x, y)}
+
+
+@scenario(backends=("torch",), quick=("torch",))
+def own_train_step_whose_loss_gets_a_number(setting: Setting) -> dict[str, Any]:
+    square = keras.losses.MeanSquaredError()
+    stepping = _stepping(loss_of=lambda prediction, y: square(y - prediction, 0.0))
+    return _trained(setting, _dense(stepping))
 
 
 @scenario(plain=False, quick=("torch",))
