@@ -233,7 +233,7 @@ class ElasticRecovery:
         # The variables whose values it receives.
         variables = [*state_sync.variables_of(model), *model.metrics_variables]
         described = describe_program(model, self._state.arguments, given)
-        return [structure_of(variables), described, self._model.probes.agreement.findings]
+        return [structure_of(variables), described, self._model.probes.findings.by_subject]
 
     def _check_program(self, chiefs: list[Any]) -> None:
         """Raises: DisagreementError on this process only; the members continue without it."""

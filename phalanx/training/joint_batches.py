@@ -16,7 +16,7 @@ from phalanx.data.batch_split import sample_checksum
 from phalanx.data.micro_batches import MicroBatch, cut_micro_batches, sizes_of_ranks
 from phalanx.errors import DisagreementError, UnsupportedError
 from phalanx.monitoring import timeline
-from phalanx.training.checks.rank_difference import RankComparison
+from phalanx.training.checks.rank_comparison import RankComparison
 from phalanx.training.replica import Replica, alone
 from phalanx.transport.serialization import decode, encode
 

@@ -16,17 +16,17 @@ from phalanx.keras_compat.observation.trial_conditions import running_eagerly
 from phalanx.training.program_effects.program_state import ProgramState
 
 
-def build_parts(model: Any, data: Any, form: ElementStructure, step: str) -> None:
+def build_layers_by_step(model: Any, data: Any, structure: ElementStructure, step: str) -> None:
     """Run a step to build what it uses.
 
     Args:
         data: Local batch, `(x, y, sample_weight)`.
-        form: Structure of the batch.
+        structure: Structure of the batch.
         step: The step, "train_step" or "test_step".
     """
     with ProgramState(model).restored_on_exit(), running_eagerly(model):
         engine = make_engine(model, LocalRanks())
-        engine.expect(form)
+        engine.expect(structure)
         engine.build(data)
         # The declared rules suffice: nothing that is computed here is kept.
         engine.metric_rules.decide(engine.metric_rules.rules)

@@ -22,7 +22,7 @@ from phalanx.keras_compat.patching import set_untracked
 from phalanx.keras_compat.trainer_hook import KerasMethod
 from phalanx.runtime.undistributed_fit import OWNER
 from phalanx.training import chief_callbacks, shared_saving
-from phalanx.training.checks.model_checks import check_served
+from phalanx.training.checks.model_checks import check_server_support
 from phalanx.training.fit_resumption import has_checkpoint
 from phalanx.training.nested_calls import in_method
 from phalanx.training.program_effects import program_random_state
@@ -86,7 +86,7 @@ class ModelDispatcher:
         # Engines trace what `compile` received, so a trainer lives as long as one compilation.
         forget_trainer(model)
         if getattr(model, "compiled", False) and isinstance(member_of(model), ParameterServerWorker):
-            check_served(model)
+            check_server_support(model)
 
     def forget_functions(self, model: Any) -> None:
         """Invalidate an earlier trainer, because engines compile functions of the model's variables."""

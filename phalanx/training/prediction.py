@@ -86,13 +86,13 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
 
 
 def local_outputs(
-    replica_model: ReplicaModel, batch: JointBatch, form: ElementStructure = ElementStructure.PARTS
+    replica_model: ReplicaModel, batch: JointBatch, structure: ElementStructure = ElementStructure.PARTS
 ) -> Any:
     """Return the outputs for this rank's part of a batch; see `Engine.predict`."""
     replica_model.merge.expect(batch.global_size, batch.fixed_size)
     if replica_model.deterministic is None:
-        return replica_model.engine.predict(batch.data, form, batch.share)
-    return replica_model.deterministic.predict(batch, form)
+        return replica_model.engine.predict(batch.data, structure, batch.share)
+    return replica_model.deterministic.predict(batch, structure)
 
 
 class LayerCounts:

@@ -22,7 +22,7 @@ from phalanx.keras_compat.model_state import (
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import state_sync
-from phalanx.training.checks.model_checks import explaining_parts
+from phalanx.training.checks.model_checks import annotate_size_errors
 from phalanx.training.evaluation import evaluate_by_program, evaluate_on_replicas
 from phalanx.training.fit_position import enter_epoch, restart_epoch
 from phalanx.training.fit_setup import ReplicaFit
@@ -169,15 +169,15 @@ class ReplicaCoordination:
         step = batch.step
         # If callbacks have ended an epoch before its first step, any step may be the last one.
         last = state.stop_requested or state.is_last(step)
-        engine, form = self._replica_model.engine, state.source.structure
+        engine, structure = self._replica_model.engine, state.source.structure
         if not self._has_trained and stepper.merges_every_step:
-            self._replica_model.probes.examine(engine, "train_step", batch.data, form)
-        engine.expect(form)  # an evaluation in between may have used another structure
+            self._replica_model.probes.examine(engine, "train_step", batch.data, structure)
+        engine.expect(structure)  # an evaluation in between may have used another structure
         progress.report("gradients", epoch=state.epoch, step=step)
         if checkpointing is not None and stepper.merges_every_step:
             checkpointing.announce(steps=1)
         timeline.current.enter("forward/backward", epoch=state.epoch, step=step)
-        with nullcontext() if self._has_trained else explaining_parts(batch.data, self._replica.world_size):
+        with nullcontext() if self._has_trained else annotate_size_errors(batch.data, self._replica.world_size):
             if self._recovery is not None:
                 boundary = step % self.steps_per_group == 0
                 batch = self._recovery.train_step(batch, last=last, boundary=boundary)

@@ -21,17 +21,17 @@ from phalanx.keras_compat.layer_building import build_layers, has_built_layers, 
 from phalanx.keras_compat.model_state import builds_in_steps, is_unbuilt
 from phalanx.training import callback_list, progress_bar, state_sync
 from phalanx.training.checks.model_checks import (
+    annotate_size_errors,
     check_batch_size,
     check_normalization,
     check_spectrograms,
-    explaining_parts,
     stateful_layer,
 )
-from phalanx.training.checks.program_probes import ChiefProbing, ProgramProbes
+from phalanx.training.checks.program_probes import ChiefFindings, ProgramProbes
 from phalanx.training.checks.same_program import compare_inputs, compare_samples
 from phalanx.training.fit_arguments import capped
 from phalanx.training.joint_batches import JointBatches, read_part
-from phalanx.training.layer_building_step import build_parts
+from phalanx.training.layer_building_step import build_layers_by_step
 from phalanx.training.program_effects.per_rank_random_numbers import step_stream_factory, uses_rank_streams
 from phalanx.training.replica import Replica, divides_batches, seed_from_program
 from phalanx.training.steps.deterministic import DeterministicStepper, check_deterministic
@@ -84,10 +84,10 @@ class ReplicaModel:
         self._is_synchronized = False
         self._announced: set[Any] = set()
         self._seeds_given = 0
-        self.probes = ProgramProbes(model, ChiefProbing(replica))
+        self.probes = ProgramProbes(model, ChiefFindings(replica))
         self._steps_that_built: set[str] = set()
         self._has_row_outputs: dict[str, bool] = {}  # by the structure of a batch
-        self._predicts_samples_apart = True
+        self._predicts_samples_independently = True
         self.validation: Callable[[Any], dict[str, Any]] | None = None
 
     @property
@@ -197,16 +197,16 @@ class ReplicaModel:
         if trains and self.policy.period is None:  # local SGD does not promise the numbers of one process
             steps.append("train_step")
         tested = [*steps, *(["test_step"] if validation is not None and not validation.is_in_memory else [])]
-        if _needs_a_batch(self.model) or self.probes.need_a_batch(self.engine, tested):
+        if _needs_a_batch(self.model) or self.probes.needs_batch(self.engine, tested):
             first = source.peek(restart=self.engine.builds_from_a_batch)
             self.engine.expect(source.structure)
             check_batch_size(self.model, first, self.replica.world_size)
             data, is_read = first.data, True
-        elif source.is_in_memory and self.probes.judge(steps):
+        elif source.is_in_memory and self.probes.depends_on_batches(steps):
             data, is_read = source.peek().data, True
-        with explaining_parts(data, self.replica.world_size):
+        with annotate_size_errors(data, self.replica.world_size):
             self.engine.build(data)
-            self._build_parts(data, source.structure, "train_step" if trains else "test_step")
+            self._build_layers_by_step(data, source.structure, "train_step" if trains else "test_step")
         known = data if is_read else None
         self.probes.run(self.engine, known, source.structure, steps, again=method == "fit")
         if validation is not None:
@@ -217,13 +217,13 @@ class ReplicaModel:
         if trains and self.policy.period is not None:
             check_normalization(self.model)
             refuse_overwritten(self.model.trainable_variables, "a replica that trains alone between two merges")
-        self.probes.agreement.publish()
+        self.probes.findings.publish()
         return self.engine
 
-    def _build_parts(self, data: Batch, form: ElementStructure, step: str) -> None:
+    def _build_layers_by_step(self, data: Batch, structure: ElementStructure, step: str) -> None:
         if step not in self._steps_that_built and builds_in_steps(self.model, step):
             self._steps_that_built.add(step)  # layers still unbuilt afterwards are unused
-            build_parts(self.model, data, form, step)
+            build_layers_by_step(self.model, data, structure, step)
             self.engine.build(data)
 
     def prepare_to_predict(self, source: ShardedInput, method: str) -> Engine:
@@ -232,8 +232,8 @@ class ReplicaModel:
         if not has_built_layers(self.model):
             build_layers(self.model, source.peek().data[0])
         # As above: no batch is read without need.
-        data = source.peek().data if self.probes.need_outputs("predict") else (None, None, None)
-        self._predicts_samples_apart = not self.probes.relates_samples("predict", data, source.structure)
+        data = source.peek().data if self.probes.needs_outputs("predict") else (None, None, None)
+        self._predicts_samples_independently = not self.probes.needs_whole_batches("predict", data, source.structure)
         return self.engine
 
     def predicts_parts(self, data: Batch) -> bool:
@@ -248,7 +248,7 @@ class ReplicaModel:
         known = str(map_leaves(lambda array: (array.shape[1:], array.dtype.str), data[0]))
         if known not in self._has_row_outputs:
             self._has_row_outputs[known] = _outputs_are_rows(self.model, data[0])
-        return self._predicts_samples_apart and self._has_row_outputs[known]
+        return self._predicts_samples_independently and self._has_row_outputs[known]
 
     def _make_engine(self, source: ShardedInput, method: str) -> None:
         """Create the engine if there is none. Raises DisagreementError if the ranks were given different data."""

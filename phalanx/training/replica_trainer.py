@@ -21,7 +21,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.keras_internals import class_weight_to_sample_weights, pythonify_logs
 from phalanx.monitoring import timeline
 from phalanx.training import callback_hooks
-from phalanx.training.checks.model_checks import explaining_parts
+from phalanx.training.checks.model_checks import annotate_size_errors
 from phalanx.training.evaluation import evaluate_batch, evaluate_on_replicas
 from phalanx.training.finished_fit import adopt_finished_fit, encode_finished_fit
 from phalanx.training.fit_arguments import FitArguments
@@ -227,7 +227,7 @@ class ReplicaTrainer:
         engine = self._replica_model.engine
         engine.begin()
         try:
-            with explaining_parts(batch.data, self._replica.world_size):
+            with annotate_size_errors(batch.data, self._replica.world_size):
                 yield engine
         finally:
             engine.end()

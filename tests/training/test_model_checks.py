@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phalanx.training.checks.model_checks import explaining_parts
+from phalanx.training.checks.model_checks import annotate_size_errors
 
 BY_KERAS = """Exception encountered when calling Odd.call().
 
@@ -26,7 +26,7 @@ Arguments received by Odd.call():
     ],
 )
 def test_errors_about_sizes_get_a_hint(text: str, hinted: bool) -> None:
-    with pytest.raises(ValueError, match=r"numbers|invalid") as caught, explaining_parts(np.zeros((6, 6)), 2):
+    with pytest.raises(ValueError, match=r"numbers|invalid") as caught, annotate_size_errors(np.zeros((6, 6)), 2):
         raise ValueError(text)
     notes = getattr(caught.value, "__notes__", [])
     assert ["this one 6 samples" in note for note in notes] == [True] * hinted

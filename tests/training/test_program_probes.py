@@ -11,7 +11,7 @@ import pytest
 from phalanx.cluster.membership_messages import EntryBegan, PastEntry
 from phalanx.errors import DisagreementError
 from phalanx.training.checks import program_probes
-from phalanx.training.checks.program_probes import ChiefProbing, check_chiefs_findings
+from phalanx.training.checks.program_probes import ChiefFindings, check_chiefs_findings
 from phalanx.training.replica import Entry, EntryOverError
 
 SEED = (5).to_bytes(8)
@@ -39,28 +39,28 @@ def published(**findings: Any) -> EntryBegan:
 
 def test_a_candidate_waits_for_the_members_findings_and_uses_them() -> None:
     candidate = Candidate(EntryBegan(3, SEED, 4), published(losses=[1], outputs="batch"))
-    agreement = ChiefProbing(candidate)  # type: ignore[arg-type]
-    assert agreement.from_chief("losses", [2]) == [1]
-    assert agreement.from_chief("outputs", None) == "batch"
-    assert agreement.from_chief("metrics", "its own") == "its own", "of which the members have found out nothing"
-    assert agreement.findings == {"losses": [1], "outputs": "batch", "metrics": "its own"}
-    assert (candidate.asked, candidate.present_entry.seed, agreement.replicas) == ([3, 3], 5, 4)
+    findings = ChiefFindings(candidate)  # type: ignore[arg-type]
+    assert findings.from_chief("losses", [2]) == [1]
+    assert findings.from_chief("outputs", None) == "batch"
+    assert findings.from_chief("metrics", "its own") == "its own", "of which the members have found out nothing"
+    assert findings.by_subject == {"losses": [1], "outputs": "batch", "metrics": "its own"}
+    assert (candidate.asked, candidate.present_entry.seed, findings.replicas) == ([3, 3], 5, 4)
 
 
 def test_a_candidate_that_the_members_wait_for_uses_its_own_findings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_probes, "PUBLISHED_S", 0.3)
+    monkeypatch.setattr(program_probes, "FINDINGS_TIMEOUT_S", 0.3)
     candidate = Candidate(EntryBegan(3, SEED, 4))
-    agreement = ChiefProbing(candidate)  # type: ignore[arg-type]
-    assert agreement.from_chief("losses", [2]) == [2]
+    findings = ChiefFindings(candidate)  # type: ignore[arg-type]
+    assert findings.from_chief("losses", [2]) == [2]
     asked = len(candidate.asked)
-    assert agreement.from_chief("outputs", "rows") == "rows"
+    assert findings.from_chief("outputs", "rows") == "rows"
     assert len(candidate.asked) == asked > 1, "it waits once"
 
 
 def test_a_candidate_learns_that_the_members_have_finished() -> None:
-    agreement = ChiefProbing(Candidate(PastEntry(3, b"result")))  # type: ignore[arg-type]
+    findings = ChiefFindings(Candidate(PastEntry(3, b"result")))  # type: ignore[arg-type]
     with pytest.raises(EntryOverError):
-        agreement.from_chief("losses", [2])
+        findings.from_chief("losses", [2])
 
 
 @pytest.mark.parametrize(("depth", "expected"), [(0, [{"losses": [1]}]), (1, [])])
@@ -75,9 +75,9 @@ def test_members_publish_what_holds_in_the_outer_call(depth: int, expected: list
         broadcast_from_chief=lambda found: found,
         announce_entry=lambda: announced.append(msgspec.msgpack.decode(entry.note[8:])),
     )
-    agreement = ChiefProbing(member)  # type: ignore[arg-type]
-    agreement.from_chief("losses", [1])
-    agreement.publish()
+    findings = ChiefFindings(member)  # type: ignore[arg-type]
+    findings.from_chief("losses", [1])
+    findings.publish()
     assert announced == expected
 
 

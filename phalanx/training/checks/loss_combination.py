@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 Loss = Callable[..., Any]
 T = TypeVar("T")
 
-TOLERANCE, TOLERANCE_OF_HALF = 2e-5, 2e-2
+TOLERANCE, HALF_TOLERANCE = 2e-5, 2e-2
 """Relative to the largest of the compared numbers; the second applies to losses computed in half precision."""
 
 ZERO = 1e-12
@@ -56,12 +56,12 @@ def combination_of(function: Loss, whole: Any, parts: Sequence[Any], rows: Seque
         return Combination.UNKNOWN
     tolerance = tolerance_of(getattr(loss, "dtype", None))
     merged, sizes = _merged(function, parts, rows)
-    if _says_nothing(expected, merged, *sizes):
+    if _is_inconclusive(expected, merged, *sizes):
         return Combination.UNKNOWN
     if is_close(expected, merged, *sizes, tolerance=tolerance):
         return Combination.MEAN
     # Now as if it were a sum; the note is removed in any case.
-    with noted_as_sums([loss]):
+    with marked_as_sums([loss]):
         scaled, of_parts = _merged(function, parts, rows)
     if is_close(expected, scaled, *of_parts, tolerance=tolerance):
         return Combination.SUM
@@ -98,21 +98,21 @@ def compute_as_ranks(function: Callable[[Any], T], parts: Sequence[Any], rows: S
 def combination_of_values(whole: float, parts: Sequence[float], rows: Sequence[int], tolerance: float) -> Combination:
     """Apply `combination_of` to loss values: one for the batch, and one for each part with its row count."""
     numbers = [whole, *parts]
-    if _says_nothing(*numbers):
+    if _is_inconclusive(*numbers):
         return Combination.UNKNOWN
     if is_close(whole, float(np.average(parts, weights=rows)), *numbers, tolerance=tolerance):
         return Combination.MEAN
     return Combination.SUM if is_close(whole, sum(parts), *numbers, tolerance=tolerance) else Combination.OTHER
 
 
-def _says_nothing(*losses: float) -> bool:
+def _is_inconclusive(*losses: float) -> bool:
     """Whether one of the losses is not finite, or all are zero."""
     return not np.isfinite(losses).all() or max(map(abs, losses)) <= ZERO
 
 
 def tolerance_of(dtype: Any) -> float:
     """Return the relative tolerance for losses computed in this dtype."""
-    return TOLERANCE_OF_HALF if dtype in ("float16", "bfloat16") else TOLERANCE
+    return HALF_TOLERANCE if dtype in ("float16", "bfloat16") else TOLERANCE
 
 
 def is_close(left: float, right: float, *sizes: float, tolerance: float = 1e-6) -> bool:
@@ -127,7 +127,7 @@ def _number(value: Any) -> float:
 
 
 @contextmanager
-def noted_as_sums(losses: Sequence[Any]) -> Iterator[None]:
+def marked_as_sums(losses: Sequence[Any]) -> Iterator[None]:
     """Merge these losses as sums inside the context."""
     noted = [loss for loss in losses if not is_noted_sum(loss)]
     for loss in noted:

@@ -37,12 +37,12 @@ from phalanx.training.checks.loss_combination import (
     combination_of_values,
     compute_as_ranks,
     is_close,
-    noted_as_sums,
+    marked_as_sums,
     tolerance_of,
 )
-from phalanx.training.checks.program_losses import adding_layers, computes_own_loss, is_known, unknown_losses
-from phalanx.training.checks.tried_samples import MOST, part_size, values_per_sample
-from phalanx.training.checks.tried_targets import (
+from phalanx.training.checks.program_losses import computes_own_loss, is_known, layers_adding_losses, unknown_losses
+from phalanx.training.checks.trial_samples import MAX_PART_SAMPLES, part_size, values_per_sample
+from phalanx.training.checks.trial_targets import (
     smaller_copies,
     spread_outputs,
     with_largest,
@@ -117,12 +117,12 @@ def conflict_error(model: Any, loss: str) -> str:
     )
 
 
-def has_open_questions(model: Any) -> bool:
+def needs_probing(model: Any) -> bool:
     """Whether `probe` has anything to determine; the same on all ranks."""
-    return bool(unknown_losses(model) or adding_layers(model) or computes_own_loss(model))
+    return bool(unknown_losses(model) or layers_adding_losses(model) or computes_own_loss(model))
 
 
-def note(model: Any, findings: Findings) -> None:
+def record_findings(model: Any, findings: Findings) -> None:
     """Make the findings available to training steps."""
     for index, loss in enumerate(compiled_losses(model)):
         note_sum(loss, is_sum=_compiled(index) in findings.sums)
@@ -150,10 +150,10 @@ def probe(model: Any, x: Any, y: Any, sample_weight: Any, *, replicas: int) -> F
         return found
     # Repeat with as many samples in the first part as a replica has.
     rows = 3 * part_size(own, 3, replicas, few.values_per_row)
-    return _agreed(model, found, _Probe(model, x, y, sample_weight, rows).find()) if rows > few.rows else found
+    return _merge_findings(model, found, _Probe(model, x, y, sample_weight, rows).find()) if rows > few.rows else found
 
 
-def _agreed(model: Any, found: Findings, later: Findings) -> Findings:
+def _merge_findings(model: Any, found: Findings, later: Findings) -> Findings:
     """Combine the findings for some samples with later findings for others."""
     if error := found.error or later.error:
         return Findings({}, error)
@@ -167,7 +167,7 @@ class _ProgramError(Exception):
 
 
 @contextmanager
-def _program() -> Iterator[None]:
+def _program_code() -> Iterator[None]:
     """Context for running code of the program."""
     try:
         yield
@@ -184,8 +184,8 @@ class _Part(NamedTuple):
     y_pred: Any
     rows: int
 
-    def of(self, start: int, stop: int) -> _Part:
-        def cut(each: Any) -> Any:
+    def cut(self, start: int, stop: int) -> _Part:
+        def cut_rows(each: Any) -> Any:
             if each is None:
                 return None
             rows = each[start:stop]
@@ -193,7 +193,7 @@ class _Part(NamedTuple):
                 set_keras_mask(rows, mask[start:stop])
             return rows
 
-        x, y, sample_weight, y_pred = (tree.map_structure(cut, each) for each in self[:4])
+        x, y, sample_weight, y_pred = (tree.map_structure(cut_rows, each) for each in self[:4])
         return _Part(x, y, sample_weight, y_pred, stop - start)
 
 
@@ -208,10 +208,10 @@ class _Probe:
     def __init__(self, model: Any, x: Any, y: Any, sample_weight: Any, rows: int) -> None:
         self._model = model
         self.rows = rows
-        self._own = own = min(len(leaves(x)[0]), rows, MOST)
+        self._num_originals = own = min(len(leaves(x)[0]), rows, MAX_PART_SAMPLES)
         # Repeating identical samples would reveal nothing about relations between them.
         self._repeats = own < rows
-        self._by_rows = True  # whether outputs have a row for each sample
+        self._has_row_outputs = True  # whether outputs have a row for each sample
         chosen = np.resize(np.arange(own), rows)
         x, y, sample_weight = (
             map_leaves(lambda array: np.asarray(array)[chosen], each) for each in (x, y, sample_weight)
@@ -233,11 +233,11 @@ class _Probe:
 
     def _find(self) -> Findings:
         with _without_gradients():
-            found = self._added()
+            found = self._probe_added_losses()
             if found.error or not (unknown_losses(self._model) or computes_own_loss(self._model)):
                 return found
             for whole in self._batches():
-                found = _agreed(self._model, found, self._of_losses(whole))
+                found = _merge_findings(self._model, found, self._probe_losses(whole))
                 if found.error:
                     break
             return found
@@ -246,14 +246,16 @@ class _Probe:
         """Yield the batch unchanged; then with some targets set to zero, as in padding, which exposes a ratio of sums
         if the parts' sums differ; then with some nonzero, because a ratio is NaN if no target of a part is positive."""
         x, y, sample_weight = self._data
-        y_pred, _ = self._forward(map_leaves(lambda each: each[: self._own], x), training=False)
+        y_pred, _ = self._forward(map_leaves(lambda each: each[: self._num_originals], x), training=False)
         largest = max(int(np.prod(each.shape)) for each in tree.flatten(y_pred))
-        self.values_per_row = max(self.values_per_row, largest // self._own)
-        self._by_rows = all(len(each.shape) and each.shape[0] == self._own for each in tree.flatten(y_pred))
+        self.values_per_row = max(self.values_per_row, largest // self._num_originals)
+        self._has_row_outputs = all(
+            len(each.shape) and each.shape[0] == self._num_originals for each in tree.flatten(y_pred)
+        )
         if self._repeats:
             y_pred = (
                 tree.map_structure(partial(spread_outputs, rows=self.rows), y_pred)
-                if self._by_rows
+                if self._has_row_outputs
                 else self._forward(x, training=False)[0]
             )
         yield _Part(x, y, sample_weight, y_pred, self.rows)
@@ -265,9 +267,9 @@ class _Probe:
         both = map_leaves(partial(with_largest, starts=(0, self.rows // 3)), y)
         yield _Part(x, both, sample_weight, y_pred, self.rows)
 
-    def _of_losses(self, whole: _Part) -> Findings:
+    def _probe_losses(self, whole: _Part) -> Findings:
         model, compiled = self._model, compiled_losses(self._model)
-        parts = [self._part_of(whole, 0, self.rows // 3), self._part_of(whole, self.rows // 3, self.rows)]
+        parts = [self._cut_part(whole, 0, self.rows // 3), self._cut_part(whole, self.rows // 3, self.rows)]
         compute = self._compute_loss if computes_own_loss(model) else _compute_compiled
         rows = [part.rows for part in parts]
         calls = [
@@ -283,25 +285,25 @@ class _Probe:
                 verdict = combination_of(_call, of_whole, of_parts, rows, loss)
                 index = next((i for i, each in enumerate(compiled) if each is loss), None)
                 if verdict in _REFUSED or (index is None and verdict is Combination.SUM):
-                    return Findings({}, _error(f"The loss {loss.name!r} of {model.name!r}", verdict))
+                    return Findings({}, _error_message(f"The loss {loss.name!r} of {model.name!r}", verdict))
                 if index is not None:  # several outputs may share one loss
-                    found = _agreed(model, found, Findings({_compiled(index): _is_sum(verdict)}))
+                    found = _merge_findings(model, found, Findings({_compiled(index): _is_sum(verdict)}))
         if computes_own_loss(model) and not found.error:
-            with noted_as_sums([loss for index, loss in enumerate(compiled) if _compiled(index) in found.sums]):
+            with marked_as_sums([loss for index, loss in enumerate(compiled) if _compiled(index) in found.sums]):
                 verdict = combination_of(partial(self._compute_loss, model), whole, parts, rows, model)
             if verdict in _REFUSED or (verdict is Combination.SUM and overrides(model, "train_step")):
-                return Findings({}, _error(_describe(model, _COMPUTE_LOSS), verdict))
+                return Findings({}, _error_message(_describe(model, _COMPUTE_LOSS), verdict))
             found = found.updated(Findings({_COMPUTE_LOSS: _is_sum(verdict)}))
         return found
 
-    def _part_of(self, whole: _Part, start: int, stop: int) -> _Part:
-        if self._by_rows:
-            return whole.of(start, stop)
-        part = whole._replace(y_pred=None).of(start, stop)
+    def _cut_part(self, whole: _Part, start: int, stop: int) -> _Part:
+        if self._has_row_outputs:
+            return whole.cut(start, stop)
+        part = whole._replace(y_pred=None).cut(start, stop)
         return part._replace(y_pred=self._forward(part.x, training=False)[0])
 
     def _compute_loss(self, model: Any, part: _Part) -> Any:
-        with keras.StatelessScope(), _program():
+        with keras.StatelessScope(), _program_code():
             return model._compute_loss(
                 x=part.x, y=part.y, y_pred=part.y_pred, sample_weight=part.sample_weight, training=True
             )
@@ -315,27 +317,27 @@ class _Probe:
             recorded_additions() as added,
             keras.StatelessScope(state_mapping=mapping),
             collected_statistics(),  # batch normalization is over all replicas, or local on purpose
-            _program(),
+            _program_code(),
         ):
             y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
         return y_pred, added
 
-    def _added(self) -> Findings:
+    def _probe_added_losses(self) -> Findings:
         """Probe added losses with the samples, and with some changed: all samples may take one path in the model."""
-        if not adding_layers(self._model):
+        if not layers_adding_losses(self._model):
             return Findings({})
         x = self._data[0]
-        found = self._added_for(x)
+        found = self._probe_added_losses_for(x)
         if found.error:
             return found
         try:
-            changed = self._added_for(map_leaves(with_reflected_rows, x))
+            changed = self._probe_added_losses_for(map_leaves(with_reflected_rows, x))
         except _ProgramError as error:
             logger.info("Layers of %r do not know changed samples: %r", self._model.name, error.__cause__)
             return found
-        return _agreed(self._model, found, changed)
+        return _merge_findings(self._model, found, changed)
 
-    def _added_for(self, x: Any) -> Findings:
+    def _probe_added_losses_for(self, x: Any) -> Findings:
         """Determine how added losses combine for these inputs; unknown for losses that depend on random numbers."""
         cut = self.rows // 3
         parts = [map_leaves(lambda each: each[:cut], x), map_leaves(lambda each: each[cut:], x)]
@@ -367,7 +369,7 @@ class _Probe:
                 # replicas. Replicas without samples in the last batch do not count, and their share would be missing.
                 verdict = Combination.OTHER
             if verdict is Combination.OTHER:
-                return Findings({}, _error(_describe(self._model, loss), verdict))
+                return Findings({}, _error_message(_describe(self._model, loss), verdict))
             found[loss] = _is_sum(verdict)
         return Findings(found)
 
@@ -378,17 +380,17 @@ def _is_sum(verdict: Combination) -> bool | None:
 
 def _call(recorded: tuple[Any, ...]) -> Any:
     loss, *arguments = recorded
-    with _program():
+    with _program_code():
         return loss(*arguments)
 
 
 def _compute_compiled(model: Any, part: _Part) -> Any:
     # Leaves the running means of single losses unchanged: the program may read them before it takes a step.
-    with keras.StatelessScope(), _program():
+    with keras.StatelessScope(), _program_code():
         return model._compile_loss(part.y, part.y_pred, part.sample_weight)
 
 
-def _error(what: str, verdict: Combination) -> str:
+def _error_message(what: str, verdict: Combination) -> str:
     if verdict in SUMS:
         return (
             f"{what} is the sum over the batch as one number, which the replicas would average. Return a mean over the "

@@ -35,7 +35,7 @@ from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 from phalanx.keras_compat.layer_building import graph_output_shapes, output_shapes
 from phalanx.keras_compat.observation.metric_kinds import compiled_metrics, counts_samples, needs_classes
-from phalanx.training.checks.tried_samples import part_size, scaled, values_per_sample
+from phalanx.training.checks.trial_samples import part_size, scaled, values_per_sample
 from phalanx.training.program_effects.program_state import ProgramState, PythonState
 
 Array = np.ndarray[Any, Any]
@@ -52,13 +52,13 @@ PARTS = 4
 """Number of parts in the second probe, each with as many samples as a replica has."""
 TOLERANCE = {"float16": 5e-3, "bfloat16": 3e-2, "float64": 1e-6}
 FLOAT32_TOLERANCE = 1e-5
-CLEARLY = 100
+CLEAR_CHANGE_FACTOR = 100
 """Multiple of the tolerance. A smaller change, relative to the variable, fits a sum, a mean and an extreme equally."""
 
 logger = logging.getLogger(__name__)
 
 
-class Trial(NamedTuple):
+class TrialStates(NamedTuple):
     """States of a variable: before any samples, after the first part, after the second part instead, after all."""
 
     share: float  # share of the first part
@@ -92,31 +92,31 @@ def find_rules(model: Any, engine: Engine, data: Any, *, replicas: int) -> tuple
     # The probe runs on the model and its metrics and must leave no trace in them.
     state = ProgramState(model, trains=False)
     try:
-        batch = _batch_of(engine, data)
+        batch = _make_batch(engine, data)
         samples = model_state.samples(batch)
         size = part_size(samples, PARTS, replicas, values_per_sample(batch))
-        few, many = (_rows_of(batch, rows) for rows in (min(samples, ROWS), PARTS * size))
+        few, many = (_take_rows(batch, rows) for rows in (min(samples, ROWS), PARTS * size))
         update = partial(_update, model)
         series = []
         try:
-            series.append(_trials_that_tell(rules, few, update, numbers))
+            series.append(_find_conclusive_trials(rules, few, update, numbers))
         except Exception as error:
             logger.info("Metrics of %r cannot be computed of few samples: %r", model.name, error)
             few = many
         state.restore()
-        series.append(_trials_with_an_empty_target(rules, few, update, numbers))
+        series.append(_find_trials_with_empty_target(rules, few, update, numbers))
         state.restore()
         # A metric may use pairs of samples, or the ten largest values. Large samples get no more rows than before.
         if few is many or PARTS * size > ROWS or samples < ROWS:
-            series.append(_trials_that_tell(rules, many, update, numbers, size))
+            series.append(_find_conclusive_trials(rules, many, update, numbers, size))
         state.restore()
-        if engine.runs_python and (metric := _metric_in_python(model, probed, few)) is not None:
+        if engine.runs_python and (metric := _find_metric_with_python_state(model, probed, few)) is not None:
             return _refusal_of_python(metric)
     finally:
         state.restore()
     decided = list(rules.rules)
     for number in numbers:
-        rule = _rule_of(decided[number], *[trials[number] for trials in series if number in trials])
+        rule = _find_rule(decided[number], *[trials[number] for trials in series if number in trials])
         if rule is None:
             return _refusal(own[id(rules.variables[number])], rules.variables[number])
         decided[number] = rule
@@ -131,7 +131,7 @@ def _flat_outputs(model: Any, data: Any) -> list[bool]:
     return [len(shape) == 1 for shape in shapes or ()]
 
 
-def _metric_in_python(model: Any, metrics: Sequence[Any], batch: Values) -> Any:
+def _find_metric_with_python_state(model: Any, metrics: Sequence[Any], batch: Values) -> Any:
     """Return the first metric whose result depends on state outside its variables; None if there is none."""
     half = model_state.samples(batch) // 2
     _update(model, map_leaves(lambda array: array[:half], batch), 0.5)
@@ -166,19 +166,19 @@ def rules_or_raise(found: tuple[MetricRule, ...] | str) -> tuple[MetricRule, ...
     return found
 
 
-def _trials_that_tell(
+def _find_conclusive_trials(
     rules: MetricRules, batch: Values, update: Update, numbers: Sequence[int], part: int = 1
-) -> dict[int, list[Trial]]:
+) -> dict[int, list[TrialStates]]:
     """Return trials that change these variables, clearly if possible; a variable that nothing changes has none.
 
     Args:
         part: Number of samples in the smallest part of a batch.
     """
     trials = _observe(rules, batch, update, part)
-    known = {number: trials[number] for number in numbers if not _is_silent(trials[number])}
-    clear = {number for number in known if _is_clear(known[number]) and not _has_like_parts(known[number])}
+    known = {number: trials[number] for number in numbers if not _leaves_unchanged(trials[number])}
+    clear = {number for number in known if _is_clear(known[number]) and not _parts_agree(known[number])}
     start = rules.values()
-    for change, all_unlike in _changes():
+    for change, all_differ in _value_changes():
         if len(clear) == len(numbers):
             break
         rules.set_values(start)
@@ -189,19 +189,19 @@ def _trials_that_tell(
             continue
         for number in numbers:
             found = trials[number]
-            if number in clear or _is_silent(found) or not _are_finite(found):
+            if number in clear or _leaves_unchanged(found) or not _are_finite(found):
                 continue
             # If parts of differing samples have the same effect, the metric counts steps.
-            if _is_clear(found) and (all_unlike or not _has_like_parts(found)):
+            if _is_clear(found) and (all_differ or not _parts_agree(found)):
                 clear.add(number)
                 known[number] = found
             known.setdefault(number, found)
     return known
 
 
-def _trials_with_an_empty_target(
+def _find_trials_with_empty_target(
     rules: MetricRules, batch: Values, update: Update, numbers: Sequence[int]
-) -> dict[int, list[Trial]]:
+) -> dict[int, list[TrialStates]]:
     """Return trials in which the targets of one sample are zero and weights differ, of the variables that allow it.
 
     A metric may treat such a sample in a way that depends on the rest of the batch, such as a ranking metric a list
@@ -215,14 +215,14 @@ def _trials_with_an_empty_target(
 
     y, outputs, weight = batch
     try:
-        trials = _observe(rules, (map_leaves(emptied, y), outputs, map_leaves(_unlike, weight)), update, 1)
+        trials = _observe(rules, (map_leaves(emptied, y), outputs, map_leaves(_decreasing, weight)), update, 1)
     except Exception as error:  # a metric may not accept such targets
         logger.debug("Metrics refuse targets of zero: %r", error)
         return {}
     return {number: trials[number] for number in numbers if _are_finite(trials[number])}
 
 
-def _observe(rules: MetricRules, batch: Values, update: Update, smallest: int) -> list[list[Trial]]:
+def _observe(rules: MetricRules, batch: Values, update: Update, smallest: int) -> list[list[TrialStates]]:
     """Return the effect of a batch's samples on each variable."""
     rows = model_state.samples(batch)
 
@@ -256,33 +256,34 @@ def _observe(rules: MetricRules, batch: Values, update: Update, smallest: int) -
     ]
     rules.set_values(start)
     return [
-        [Trial(share, *(each[number] for each in states)) for share, states in trials] for number in range(len(start))
+        [TrialStates(share, *(each[number] for each in states)) for share, states in trials]
+        for number in range(len(start))
     ]
 
 
-def _is_silent(trials: Sequence[Trial]) -> bool:
+def _leaves_unchanged(trials: Sequence[TrialStates]) -> bool:
     """Return whether the samples leave a variable unchanged."""
     return all(np.array_equal(one.start, state) for one in trials for state in (one.first, one.second, one.whole))
 
 
-def _is_clear(trials: Sequence[Trial]) -> bool:
+def _is_clear(trials: Sequence[TrialStates]) -> bool:
     """Return whether the samples change a variable by much more than its rounding, from the first start."""
     start, whole = trials[0].start, trials[0].whole
     if start.dtype.kind in "biu":
         return True
-    clearly = min(CLEARLY * _tolerance(start), 0.1)
-    size = max(np.abs(_wide(each)).max(initial=0) for each in (start, whole))
-    return not np.isfinite(size) or bool(np.abs(_wide(whole) - _wide(start)).max(initial=0) > clearly * size)
+    clear_change = min(CLEAR_CHANGE_FACTOR * _tolerance(start), 0.1)
+    size = max(np.abs(_widen(each)).max(initial=0) for each in (start, whole))
+    return not np.isfinite(size) or bool(np.abs(_widen(whole) - _widen(start)).max(initial=0) > clear_change * size)
 
 
-def _has_like_parts(trials: Sequence[Trial]) -> bool:
+def _parts_agree(trials: Sequence[TrialStates]) -> bool:
     """Return whether all parts affect a variable equally, so that a mean and an extreme look the same."""
-    return all(_close(_wide(one.first), one.second, one.start) for one in trials)
+    return all(_close(_widen(one.first), one.second, one.start) for one in trials)
 
 
-def _changes() -> Iterator[tuple[Change, bool]]:
+def _value_changes() -> Iterator[tuple[Change, bool]]:
     """Yield changes to the values of a batch, most useful first, and whether the changed samples all differ."""
-    for values in (_unlike, _reflected, lambda array: -_unlike(array), lambda array: 10 * _unlike(array)):
+    for values in (_decreasing, _reflected, lambda array: -_decreasing(array), lambda array: 10 * _decreasing(array)):
         for chosen in ((1,), (0,), (2,), (0, 1, 2)):
 
             def change(batch: Values, values: Any = values, chosen: Any = chosen) -> Values:
@@ -296,7 +297,7 @@ def _changes() -> Iterator[tuple[Change, bool]]:
             yield change, values is not _reflected and len(chosen) == 3
 
 
-def _unlike(array: Array) -> Array:
+def _decreasing(array: Array) -> Array:
     """Make each sample smaller than the one before: probabilities stay probabilities."""
     return scaled(array, np.linspace(1.0, 0.5, len(array)))
 
@@ -306,7 +307,7 @@ def _reflected(array: Array) -> Array:
     return np.asarray(array.max() + array.min() - array)
 
 
-def _rule_of(declared: MetricRule, *series: Sequence[Trial]) -> MetricRule | None:
+def _find_rule(declared: MetricRule, *series: Sequence[TrialStates]) -> MetricRule | None:
     """Return the rule that holds in all trials."""
     trials = [one for each in series for one in each]
     if not trials or (
@@ -326,7 +327,7 @@ def _rule_of(declared: MetricRule, *series: Sequence[Trial]) -> MetricRule | Non
     return MetricRule(weight, weight is MergeWeight.ONE or all(map(_is_additive, series)))
 
 
-def _fits(weight: MergeWeight, trials: Sequence[Trial]) -> bool:
+def _fits(weight: MergeWeight, trials: Sequence[TrialStates]) -> bool:
     kind = trials[0].start.dtype.kind
     if weight in EXTREMES:
         return all(_close(EXTREMES[weight](one.first, one.second), one.whole, one.start) for one in trials)
@@ -334,31 +335,31 @@ def _fits(weight: MergeWeight, trials: Sequence[Trial]) -> bool:
         return False
     if weight is MergeWeight.SHARE:  # only floats are weighted
         return kind not in "iu" and all(
-            _close(one.share * _wide(one.first) + (1 - one.share) * _wide(one.second), one.whole, one.start)
+            _close(one.share * _widen(one.first) + (1 - one.share) * _widen(one.second), one.whole, one.start)
             for one in trials
         )
     return _is_additive(trials) and all(
-        _close(_wide(one.first) + _wide(one.second) - _wide(one.start), one.whole, one.start) for one in trials
+        _close(_widen(one.first) + _widen(one.second) - _widen(one.start), one.whole, one.start) for one in trials
     )
 
 
-def _is_additive(trials: Sequence[Trial]) -> bool:
+def _is_additive(trials: Sequence[TrialStates]) -> bool:
     """Return whether what the whole batch adds is independent of the state before it."""
     if trials[0].start.dtype.kind == "b" or not _are_finite(trials):
         return False
     one, later = trials[0], trials[-1]
-    return _close(_wide(one.whole) - _wide(one.start) + _wide(later.start), later.whole, later.start)
+    return _close(_widen(one.whole) - _widen(one.start) + _widen(later.start), later.whole, later.start)
 
 
-def _are_finite(trials: Sequence[Trial]) -> bool:
-    return all(np.isfinite(_wide(state)).all() for one in trials for state in one[1:])
+def _are_finite(trials: Sequence[TrialStates]) -> bool:
+    return all(np.isfinite(_widen(state)).all() for one in trials for state in one[1:])
 
 
 def _same(*states: Array) -> bool:
     return all(np.array_equal(states[0], state) for state in states[1:])
 
 
-def _wide(state: Array) -> Array:
+def _widen(state: Array) -> Array:
     return state.astype(np.int64 if state.dtype.kind in "iu" else np.float64)
 
 
@@ -367,15 +368,15 @@ def _close(computed: Array, state: Array, begun: Array) -> bool:
     if state.dtype.kind in "biu":
         return bool(np.array_equal(computed, state))
     # Relative to the largest number in the sum: a difference of two large states has their rounding error.
-    finite = [abs(_wide(each)[np.isfinite(_wide(each))]).max(initial=0) for each in (state, begun)]
-    return bool(np.allclose(_wide(computed), _wide(state), rtol=0, atol=_tolerance(state) * max(*finite, 1e-30)))
+    finite = [abs(_widen(each)[np.isfinite(_widen(each))]).max(initial=0) for each in (state, begun)]
+    return bool(np.allclose(_widen(computed), _widen(state), rtol=0, atol=_tolerance(state) * max(*finite, 1e-30)))
 
 
 def _tolerance(state: Array) -> float:
     return TOLERANCE.get(state.dtype.name, FLOAT32_TOLERANCE)
 
 
-def _batch_of(engine: Engine, data: Any) -> Values:
+def _make_batch(engine: Engine, data: Any) -> Values:
     """Return a batch of at least two samples, with the model's predictions."""
     engine.begin()
     try:
@@ -384,12 +385,12 @@ def _batch_of(engine: Engine, data: Any) -> Values:
         engine.end()
     if model_state.samples(data) == 1:  # add a copy of the sample with other predictions
         data = map_leaves(lambda array: np.concatenate([array, array]), data)
-        outputs = tree.map_structure(_with_another, outputs)
+        outputs = tree.map_structure(_append_changed_copy, outputs)
     _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     return y, outputs, sample_weight
 
 
-def _rows_of(batch: Values, rows: int) -> Values:
+def _take_rows(batch: Values, rows: int) -> Values:
     """Return this many samples of a batch, repeating samples if there are too few; parts get different ones."""
     chosen = np.sort(np.resize(np.arange(model_state.samples(batch)), rows))
     found: Values = map_leaves(lambda array: array[chosen], batch)
@@ -401,7 +402,7 @@ def _update(model: Any, batch: Values, share: float) -> None:
         model_state.update_metrics(model, None, *map_leaves(_tensor, batch))
 
 
-def _with_another(array: Array) -> Array:
+def _append_changed_copy(array: Array) -> Array:
     other = array * array.dtype.type(0.5) if is_float(array.dtype) else array
     return np.concatenate([array, other])
 

@@ -21,12 +21,12 @@ from phalanx.training.replica import Replica
 CLIPPING = {"clip_by_global_norm", "clip_by_norm", "clip_by_average_norm", "clip_grad_norm_", "clip_grad_value_"}
 """Functions of TensorFlow, PyTorch and Optax that clip gradients."""
 
-_WORDS_OF_SIZES = ("shape", "size", "broadcast", "dimension", "incompatible")
+_SIZE_WORDS = ("shape", "size", "broadcast", "dimension", "incompatible")
 
-_SETS_ITS_WEIGHTS = (keras.layers.SpectralNormalization,)
+_WEIGHT_SETTING_LAYERS = (keras.layers.SpectralNormalization,)
 
 
-def kept_state(variable: Any) -> str:
+def kept_state_message(variable: Any) -> str:
     """Error message for a layer that keeps data of its samples outside of training."""
     return (
         f"The layer state {variable.path!r} changes when the model is evaluated or predicts, by what its batch is. "
@@ -44,10 +44,10 @@ def check_kept_state(model: Any, replica: Replica) -> None:
     lows, highs = (replica.communicator.all_reduce(own, op) for op in (ReduceOp.MIN, ReduceOp.MAX))
     for variable, low, high in zip(variables, lows, highs, strict=True):
         if not np.allclose(low, high, rtol=1e-5, atol=1e-6, equal_nan=True):
-            raise UnsupportedError(kept_state(variable))
+            raise UnsupportedError(kept_state_message(variable))
 
 
-def check_served(model: Any) -> None:
+def check_server_support(model: Any) -> None:
     """Raise UnsupportedError for a compiled model that parameter servers cannot train."""
     used = optimizers(model)
     if len(used) > 1:
@@ -56,7 +56,7 @@ def check_served(model: Any) -> None:
         )
     for optimizer in used:
         check_kind(optimizer)
-    normalizes = next((layer for layer in model._flatten_layers() if isinstance(layer, _SETS_ITS_WEIGHTS)), None)
+    normalizes = next((layer for layer in model._flatten_layers() if isinstance(layer, _WEIGHT_SETTING_LAYERS)), None)
     if normalizes is not None:
         raise UnsupportedError(
             f"The layer {normalizes.name!r} ({type(normalizes).__name__}) sets its own weights when it is called, "
@@ -80,7 +80,7 @@ def stateful_layer(model: Any) -> Any:
 
 
 @contextmanager
-def explaining_parts(data: Any, replicas: int) -> Iterator[None]:
+def annotate_size_errors(data: Any, replicas: int) -> Iterator[None]:
     """Inside the context, add to the program's errors about sizes that a replica sees only a part of a batch."""
     try:
         yield
@@ -88,7 +88,7 @@ def explaining_parts(data: Any, replicas: int) -> Iterator[None]:
         raise
     except Exception as error:
         sizes = {len(leaf) for leaf in leaves(data)}
-        if replicas > 1 and sizes and any(word in _own_words(error) for word in _WORDS_OF_SIZES):
+        if replicas > 1 and sizes and any(word in _core_message(error) for word in _SIZE_WORDS):
             error.add_note(
                 f"Each of the {replicas} replicas sees its part of a batch, this one {min(sizes)} samples. Code that "
                 f"needs the number of samples must take it from what it gets, as keras.ops.shape(x)[0], not from the "
@@ -97,7 +97,7 @@ def explaining_parts(data: Any, replicas: int) -> Iterator[None]:
         raise
 
 
-def _own_words(error: Exception) -> str:
+def _core_message(error: Exception) -> str:
     """Return an error's message, without the shapes that Keras adds to any message."""
     text, _, _ = str(error).lower().partition("arguments received by")
     return text.rpartition("error encountered:")[2]

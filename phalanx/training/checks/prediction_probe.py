@@ -22,7 +22,7 @@ from phalanx.engines.local_ranks import LocalRanks
 from phalanx.keras_compat import model_state
 from phalanx.training.checks.step_comparison import COARSE_TOLERANCE, advice_on_layers, rounds_coarsely
 from phalanx.training.checks.step_probe import can_be_tried
-from phalanx.training.checks.tried_samples import RANKS, few_samples, part_of, sizes_of_parts
+from phalanx.training.checks.trial_samples import TRIAL_RANKS, part_of, take_trial_samples, trial_part_sizes
 from phalanx.training.program_effects.program_objects import may_depend_on_size
 from phalanx.training.program_effects.program_state import ProgramState
 
@@ -45,7 +45,7 @@ def is_needed(model: Any, method: str) -> bool:
     return model_state.has_own_forward(model)
 
 
-class Outputs(Enum):
+class OutputDependence(Enum):
     """Dependence of a batch's outputs on its samples."""
 
     ROWS = "a row for each sample, of this alone"
@@ -53,42 +53,42 @@ class Outputs(Enum):
     BATCH = "the batch as a whole"
 
 
-def find_outputs(model: Any, data: Any, form: ElementStructure, *, replicas: int) -> Outputs:
+def find_output_dependence(model: Any, data: Any, structure: ElementStructure, *, replicas: int) -> OutputDependence:
     """Determine what the outputs for a few samples depend on; ROWS if they cannot be computed.
 
     Args:
         model: The built model.
         data: Local batch, `(x, y, sample_weight)`.
-        form: Structure of the batch.
+        structure: Structure of the batch.
         replicas: Number of replicas that share the global batch.
     """
     if not can_be_tried(model, data):
-        return Outputs.ROWS
+        return OutputDependence.ROWS
     ranks = LocalRanks()
     engine = make_engine(model, ranks)
-    engine.expect(form)
+    engine.expect(structure)
 
     def predict(part: Any, share: float) -> list[Array]:
         engine.begin()
         try:
-            outputs = engine.predict(part, form, share)
+            outputs = engine.predict(part, structure, share)
         finally:
             engine.end()
         return [np.asarray(output).astype(np.float64) for output in tree.flatten(outputs)]
 
-    for part in sizes_of_parts(data, replicas):
+    for part in trial_part_sizes(data, replicas):
         state = ProgramState(model)
         try:
             with state.restored_on_exit():
-                found = _compare(model, predict, state, ranks, few_samples(data, 0, part), part)
-            if found is not Outputs.ROWS or not may_depend_on_size(model):
+                found = _compare(model, predict, state, ranks, take_trial_samples(data, 0, part), part)
+            if found is not OutputDependence.ROWS or not may_depend_on_size(model):
                 return found
         except Exception as error:  # the model may need a batch of its usual size
             logger.info("The outputs of %r cannot be computed of parts of %d samples: %r", model.name, part, error)
-    return Outputs.ROWS
+    return OutputDependence.ROWS
 
 
-def refusal(model: Any) -> str:
+def refusal_message(model: Any) -> str:
     """Error message for an evaluation."""
     return (
         f"Replicas that each see a part of a batch would not compute what one process does with "
@@ -104,28 +104,30 @@ def _compare(
     ranks: LocalRanks,
     samples: Any,
     part: int,
-) -> Outputs:
+) -> OutputDependence:
     first = ranks.whole(lambda: predict(samples, 1.0))
     state.change_seeds()
     other = ranks.whole(lambda: predict(samples, 1.0))
-    parts = ranks.compute(RANKS, lambda rank: predict(part_of(samples, rank, part), 1.0 / RANKS), state.restore)
+    parts = ranks.compute(
+        TRIAL_RANKS, lambda rank: predict(part_of(samples, rank, part), 1.0 / TRIAL_RANKS), state.restore
+    )
     tolerance = COARSE_TOLERANCE if rounds_coarsely(model) else TOLERANCE
-    found = Outputs.ROWS
+    found = OutputDependence.ROWS
     for number, output in enumerate(first):
         own = [each[number] for each in parts]
         if not output.ndim:
             continue
         axis = _samples_axis(output, own)
         if axis is None:
-            return Outputs.BATCH
+            return OutputDependence.BATCH
         if axis:
-            found = Outputs.OTHER_AXIS
+            found = OutputDependence.OTHER_AXIS
         if not np.isfinite(output).all():
             continue
         limit = tolerance * np.abs(output).max(initial=0)
         is_random = np.abs(other[number] - output).max(initial=0) > limit
         if not is_random and np.abs(np.concatenate(own, axis) - output).max(initial=0) > limit:
-            return Outputs.BATCH
+            return OutputDependence.BATCH
     return found
 
 

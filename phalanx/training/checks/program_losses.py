@@ -38,7 +38,7 @@ def computes_own_loss(model: Any) -> bool:
     return is_used or not overrides(model, "train_step")
 
 
-def adding_layers(model: Any) -> list[Any]:
+def layers_adding_losses(model: Any) -> list[Any]:
     """Return custom layers that add losses."""
     if not _calls_model(model):
         return []

@@ -11,7 +11,7 @@ import msgspec
 
 from phalanx.cluster.task_comparison import describe_difference
 from phalanx.errors import DisagreementError
-from phalanx.training.checks.rank_difference import RankComparison
+from phalanx.training.checks.rank_comparison import RankComparison
 from phalanx.training.replica import Replica
 from phalanx.transport.decoding import decode_message
 
@@ -47,7 +47,7 @@ def check_same_model(variables: Sequence[Any], replica: Replica, *, with_paths: 
     difference = comparison.difference(structures)
     if difference is not None:
         expected, rank = difference
-        raise different_models(structures[expected], structures[rank], f"rank {expected}", f"rank {rank}")
+        raise different_models_error(structures[expected], structures[rank], f"rank {expected}", f"rank {rank}")
 
 
 def check_chiefs_model(chiefs: Sequence[Any], own: Sequence[Any]) -> None:
@@ -59,10 +59,10 @@ def check_chiefs_model(chiefs: Sequence[Any], own: Sequence[Any]) -> None:
     Raises: DisagreementError, naming the first difference.
     """
     if [tuple(each) for each in chiefs] != own:
-        raise different_models(chiefs, own, "the chief", "this worker")
+        raise different_models_error(chiefs, own, "the chief", "this worker")
 
 
-def different_models(first: Sequence[Any], second: Sequence[Any], who: str, other: str) -> DisagreementError:
+def different_models_error(first: Sequence[Any], second: Sequence[Any], who: str, other: str) -> DisagreementError:
     """Return the error for two ranks whose models have different structures."""
     named, others = ([f"`{path}` {dtype}{list(shape)}" for path, shape, dtype in each] for each in (first, second))
     return DisagreementError(

@@ -13,7 +13,7 @@ from phalanx.data import ShardedInput
 from phalanx.errors import DisagreementError
 from phalanx.keras_compat.copies.object_config import configuration_of
 from phalanx.keras_compat.model_state import PLAIN, optimizers
-from phalanx.training.checks.rank_difference import RankComparison
+from phalanx.training.checks.rank_comparison import RankComparison
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.replica import Replica
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
@@ -24,7 +24,7 @@ _NOT_COMPARED = ("name", "learning_rate")
 _INPUT = "input"
 """Subject of the chief's message about its data."""
 
-_SEEDS = (
+_SEED_ADVICE = (
     "If they are made or split at random, give a seed (`random_state=0`, `np.random.default_rng(0)`, and to PyTorch's "
     "random_split `generator=torch.Generator().manual_seed(0)`). Sort what comes from a set or a directory."
 )
@@ -36,7 +36,7 @@ def compare_inputs(source: ShardedInput, replica: Replica, method: str) -> None:
     Raises: DisagreementError, if they differ; see `RankComparison`.
     """
     comparison = RankComparison(replica)
-    signatures = gather_of_method(replica, method, source.description.signature)
+    signatures = gather_for_method(replica, method, source.description.signature)
     difference = comparison.difference(signatures)
     if difference is not None:
         expected, rank = difference
@@ -47,7 +47,7 @@ def compare_inputs(source: ShardedInput, replica: Replica, method: str) -> None:
         )
 
 
-def gather_of_method(replica: Replica, method: str, text: str) -> list[str]:
+def gather_for_method(replica: Replica, method: str, text: str) -> list[str]:
     """Gather every rank's text about the model method that it called.
 
     Raises: DisagreementError, if they called different methods; see `RankComparison`.
@@ -75,13 +75,13 @@ def compare_samples(source: ShardedInput, replica: Replica) -> None:
     Raises: DisagreementError, if the values differ, or are in another order; see `RankComparison`.
     """
     comparison = RankComparison(replica)
-    samples, expected = replica.communicator.all_gather(source.probe), comparison.expected
+    samples, expected = replica.communicator.all_gather(source.probe), comparison.reference_rank
     difference = comparison.difference([_same(sample, samples[expected]) for sample in samples])
     if difference is not None:
         raise DisagreementError(
             f"The ranks were given different data: the values of rank {difference.rank} differ from those of rank "
-            f"{expected}, or are in another order. Every rank must pass the same data; Phalanx divides it. {_SEEDS} To "
-            f"give each rank its own data, use `strategy.distribute_datasets_from_function`."
+            f"{expected}, or are in another order. Every rank must pass the same data; Phalanx divides it. "
+            f"{_SEED_ADVICE} To give each rank its own data, use `strategy.distribute_datasets_from_function`."
         )
 
 
@@ -121,7 +121,7 @@ def check_same_configuration(model: Any, call: FitArguments, replica: Replica) -
     """
     comparison = RankComparison(replica)
     # Compared as text: a late rank that called another method has sent something else.
-    texts = gather_of_method(replica, "fit", json.dumps(_facts(model, call)))
+    texts = gather_for_method(replica, "fit", json.dumps(_facts(model, call)))
     difference = comparison.difference(texts)
     if difference is not None:
         expected, rank = difference
@@ -166,7 +166,7 @@ def _difference(chiefs: Sequence[Any], own: Sequence[Any]) -> str:
     if chiefs[0] != own[0]:
         return f"the chief has {chiefs[0]}; this worker has {own[0]}."
     if not _same(*(np.frombuffer(probe, np.float64) for _, probe in (chiefs, own))):
-        return f"the values of this worker are not those of the chief, or are in another order. {_SEEDS}"
+        return f"the values of this worker are not those of the chief, or are in another order. {_SEED_ADVICE}"
     return ""
 
 
@@ -187,27 +187,27 @@ def _facts(model: Any, call: FitArguments) -> dict[str, str]:
         # Messages name the first as users do; several of one class need different keys.
         kind = type(optimizer).__name__ if number == 0 else f"{type(optimizer).__name__} ({number + 1})"
         facts |= {f"{name} of {kind}": value for name, value in _settings(optimizer).items()}
-    return {name: _described(value) for name, value in facts.items()}
+    return {name: _stable_text(value) for name, value in facts.items()}
 
 
-def _settings(thing: Any) -> dict[str, Any]:
+def _settings(obj: Any) -> dict[str, Any]:
     """Return the plain values in the configuration of a Keras object; empty if it has none."""
     try:
-        configuration = configuration_of(thing)
+        configuration = configuration_of(obj)
     except (NotImplementedError, TypeError, ValueError, AttributeError):
         return {}
     return {k: v for k, v in configuration.items() if isinstance(v, PLAIN) and k not in _NOT_COMPARED}
 
 
-def _described(thing: Any) -> str:
+def _stable_text(obj: Any) -> str:
     """Return the same text on all ranks for the same object: without addresses, and in a fixed order."""
-    if isinstance(thing, PLAIN):
-        return repr(thing)
-    if isinstance(thing, Mapping):
-        return "{" + ", ".join(f"{name!r}: {_described(value)}" for name, value in thing.items()) + "}"
-    if isinstance(thing, list | tuple):
-        return "[" + ", ".join(map(_described, thing)) + "]"
-    if hasattr(thing, "get_config"):
-        settings = ", ".join(f"{name}={value!r}" for name, value in _settings(thing).items())
-        return f"{type(thing).__name__}({settings})"
-    return str(getattr(thing, "__name__", type(thing).__name__))
+    if isinstance(obj, PLAIN):
+        return repr(obj)
+    if isinstance(obj, Mapping):
+        return "{" + ", ".join(f"{name!r}: {_stable_text(value)}" for name, value in obj.items()) + "}"
+    if isinstance(obj, list | tuple):
+        return "[" + ", ".join(map(_stable_text, obj)) + "]"
+    if hasattr(obj, "get_config"):
+        settings = ", ".join(f"{name}={value!r}" for name, value in _settings(obj).items())
+        return f"{type(obj).__name__}({settings})"
+    return str(getattr(obj, "__name__", type(obj).__name__))

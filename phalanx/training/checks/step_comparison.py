@@ -19,7 +19,7 @@ from phalanx.keras_compat.observation.trial_conditions import LARGEST_CHANGE
 
 Array = np.ndarray[Any, Any]
 
-TOLERANCE, TOLERANCE_OF_WEIGHTS = 2e-5, 5e-3
+TOLERANCE, WEIGHT_TOLERANCE = 2e-5, 5e-3
 """Relative to the largest value, and to a weight's largest change: gradients are sums, tensor cores keep ten bits."""
 COARSE_TOLERANCE = 5e-2
 """Replaces both if the model computes in half precision or with quantized values."""
@@ -34,14 +34,14 @@ class StepResults(NamedTuple):
     """Effects of a step, by name: gradients as they were applied, and the state after it.
 
     Attributes:
-        others: Variables that the step assigns but that do not belong to the model; and learning rates.
+        other_variables: Variables that the step assigns but that do not belong to the model; and learning rates.
     """
 
     gradients: dict[str, Array]
     weights: dict[str, Array]
     state: dict[str, Array]
     metrics: dict[str, Array]
-    others: dict[str, Array]
+    other_variables: dict[str, Array]
     logs: dict[str, Array]
 
 
@@ -57,7 +57,7 @@ class StepComparison:
     step: str
     before: StepResults
     whole: StepResults
-    other: StepResults
+    reseeded: StepResults
     rounded: StepResults | None
     ranks: list[StepResults]
 
@@ -69,7 +69,7 @@ class StepComparison:
     def verdict(self) -> str:
         """Return the first difference, causes before effects; "" if there is none."""
         name = type(self.model).__name__
-        if apart := self._apart():
+        if apart := self._find_diverging_weight():
             return (
                 f"The train_step of {name} updates weights with gradients that are not merged: after one step the "
                 f"replicas' weights differ ({apart}). Update them with a Keras optimizer (`apply`, "
@@ -77,17 +77,17 @@ class StepComparison:
                 f"strategy.reduce('MEAN', gradients)."
             )
         start = self._start
-        if self._different("gradients", self._allowed_gradient):
+        if self._first_difference("gradients", self._allowed_gradient):
             return f"{start}the gradients of a few samples are others. {self._advice()}"
-        if weight := self._different("weights", self._allowed_change):
+        if weight := self._first_difference("weights", self._allowed_change):
             return f"{start}after one step of a few samples the weight {weight!r} differs. {self._advice()}"
-        if variable := self._different("state", self._allowed):
+        if variable := self._first_difference("state", self._allowed):
             return (
                 f"{start}a step leaves another value in {variable!r}. Layer state is averaged over the replicas, so a "
                 f"layer may keep means over the samples of a batch, and count calls. Keep a mean instead of a sum or "
                 f"a maximum, clip it where it is used, or count in a metric of the layer."
             )
-        if variable := self._different("metrics", self._allowed):
+        if variable := self._first_difference("metrics", self._allowed):
             if variable.startswith("loss/") and not model_state.has_own_steps(self.model, self.step):
                 return f"{start}the loss of a few samples is another. {self._advice()}"
             return (
@@ -97,9 +97,9 @@ class StepComparison:
                 f"ratio of two sums, with phalanx.losses.OverGlobalBatch(loss), and everything else in the metric's "
                 f"result(), or in a callback with model.predict()."
             )
-        if variable := self._different("others", self._allowed_change):
-            return f"{start}{self._of_another(variable)}"
-        if log := self._different("logs", self._allowed):
+        if variable := self._first_difference("other_variables", self._allowed_change):
+            return f"{start}{self._message_for_other(variable)}"
+        if log := self._first_difference("logs", self._allowed):
             return (
                 f"{start}its {self.step} logs {log!r}, which for a batch does not follow from the values for the "
                 f"batch's parts (a norm, a root, a ratio). Log means over the samples and results of metrics, and "
@@ -109,9 +109,13 @@ class StepComparison:
 
     def verdict_of_next_step(self) -> str:
         """Return the difference in the second step due to state left by the first; "" if there is none."""
-        limits = {"gradients": self._allowed_gradient, "weights": self._allowed_change, "others": self._allowed_change}
+        limits = {
+            "gradients": self._allowed_gradient,
+            "weights": self._allowed_change,
+            "other_variables": self._allowed_change,
+        }
         for kind in StepResults._fields:
-            if name := self._different(kind, limits.get(kind, self._allowed)):
+            if name := self._first_difference(kind, limits.get(kind, self._allowed)):
                 if kind == "logs":  # everything else is equal
                     return (
                         f"{self._start}in the second {self.step}, it logs another {name!r}. So it computes that from "
@@ -129,7 +133,7 @@ class StepComparison:
                 )
         return ""
 
-    def _of_another(self, name: str) -> str:
+    def _message_for_other(self, name: str) -> str:
         rates = [getattr(each, "_learning_rate", None) for each in model_state.optimizers(self.model)]
         if any(isinstance(rate, keras.Variable) and rate.path == name for rate in rates):
             return (
@@ -142,7 +146,7 @@ class StepComparison:
             f"mean over the samples."
         )
 
-    def _apart(self) -> str:
+    def _find_diverging_weight(self) -> str:
         """Return a weight that differs between the replicas; "" if there is none."""
         first, second = (rank.weights for rank in self.ranks)
         for name, value in first.items():
@@ -152,7 +156,7 @@ class StepComparison:
                 return repr(name)
         return ""
 
-    def tells(self) -> bool:
+    def is_conclusive(self) -> bool:
         """Whether replicas computed numbers wherever one process did, and some gradient is finite and not all zero."""
         has_numbers = all(
             np.isfinite(value).all() or not np.isfinite(getattr(self.whole, kind).get(name, np.nan)).all()
@@ -164,7 +168,7 @@ class StepComparison:
         return has_numbers and (not gradients or any(np.any(each) and np.isfinite(each).all() for each in gradients))
 
     @cached_property
-    def moves_by_rounding(self) -> bool:
+    def gradients_are_rounding(self) -> bool:
         """Whether all gradients are only rounding error. Steps of the trial are as large for those as for any."""
         return 0 < max(self._largest_gradients.values(), default=0.0) <= ROUNDING * self._loss
 
@@ -177,13 +181,13 @@ class StepComparison:
             found[update] = max(found.get(update, 0.0), float(np.abs(value).max(initial=0)))
         return found
 
-    def _different(self, kind: str, allowed: Callable[[str, str], float]) -> str:
-        whole, other = getattr(self.whole, kind), getattr(self.other, kind)
+    def _first_difference(self, kind: str, allowed: Callable[[str, str], float]) -> str:
+        whole, reseeded = getattr(self.whole, kind), getattr(self.reseeded, kind)
         for name, value in whole.items():
-            if not np.isfinite(value).all() or name not in other:
+            if not np.isfinite(value).all() or name not in reseeded:
                 continue
             limit = allowed(kind, name)
-            if np.abs(other[name] - value).max(initial=0) > limit:
+            if np.abs(reseeded[name] - value).max(initial=0) > limit:
                 continue  # random
             for rank in self.ranks:
                 own = getattr(rank, kind).get(name)
@@ -226,16 +230,14 @@ class StepComparison:
     def _tolerances(self) -> tuple[float, float]:
         """Tolerances relative to a gradient or a change, and to the largest of all."""
         return (
-            (COARSE_TOLERANCE, COARSE_TOLERANCE)
-            if rounds_coarsely(self.model)
-            else (TOLERANCE_OF_WEIGHTS, 10 * ROUNDING)
+            (COARSE_TOLERANCE, COARSE_TOLERANCE) if rounds_coarsely(self.model) else (WEIGHT_TOLERANCE, 10 * ROUNDING)
         )
 
     def _allowed_change(self, kind: str, name: str) -> float:
         whole = getattr(self.whole, kind)[name]
-        if kind == "others" and whole.size == 1:  # not derived from weights, whose gradients may differ
+        if kind == "other_variables" and whole.size == 1:  # not derived from weights, whose gradients may differ
             return self._allowed(kind, name)
-        if self.moves_by_rounding:
+        if self.gradients_are_rounding:
             return np.inf
         before = getattr(self.before, kind).get(name, whole)
         tolerance, rounding = self._tolerances()

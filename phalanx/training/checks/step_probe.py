@@ -34,14 +34,14 @@ from phalanx.keras_compat import model_state
 from phalanx.keras_compat.observation.metric_uses import MetricUses
 from phalanx.keras_compat.observation.trial_conditions import TrialConditions
 from phalanx.keras_compat.variables.host_values import host_copy
-from phalanx.training.checks.model_checks import kept_state
+from phalanx.training.checks.model_checks import kept_state_message
 from phalanx.training.checks.step_comparison import ROUNDING, StepComparison, StepResults, rounds_coarsely
-from phalanx.training.checks.tried_samples import (
-    RANKS,
-    few_samples,
+from phalanx.training.checks.trial_samples import (
+    TRIAL_RANKS,
     part_of,
-    sizes_of_parts,
-    with_unlike_parts,
+    take_trial_samples,
+    trial_part_sizes,
+    with_reflected_inputs,
 )
 from phalanx.training.program_effects.program_objects import may_depend_on_size, reads_iterators
 from phalanx.training.program_effects.program_state import ProgramState
@@ -51,7 +51,7 @@ Array = np.ndarray[Any, Any]
 
 ATTEMPTS = 3
 """Number of attempts, with other samples if one part alone yields NaN (for example, a ratio whose divisor is empty)."""
-SAMPLED = 4096
+MAX_COMPARED_VALUES = 4096
 """Number of values of each variable that are compared."""
 
 logger = logging.getLogger(__name__)
@@ -64,20 +64,22 @@ def is_needed(model: Any, step: str) -> bool:
     return model_state.has_own_steps(model, step) or bool(model_state.state_of_own_layers(model))
 
 
-def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructure, step: str, *, replicas: int) -> str:
+def find_difference(
+    model: Any, engine: Engine, data: Any, structure: ElementStructure, step: str, *, replicas: int
+) -> str:
     """Describe what replicas would compute differently from one process, and the remedy; "" if no difference is found.
 
     Args:
         model: The built model, with its state in its variables.
         engine: Engine of the model, with its metric rules decided.
         data: Local batch, `(x, y, sample_weight)`.
-        form: Structure of the batch.
+        structure: Structure of the batch.
         step: The step, "train_step" or "test_step".
         replicas: Number of replicas that share the global batch.
     """
     if not can_be_tried(model, data):
         return ""
-    for part in sizes_of_parts(data, replicas):
+    for part in trial_part_sizes(data, replicas):
         state = ProgramState(model)
         try:
             keeps_python = engine.runs_python  # conditions may change it
@@ -85,7 +87,7 @@ def find_difference(model: Any, engine: Engine, data: Any, form: ElementStructur
                 state.restored_on_exit(),
                 TrialConditions(model, state.record_variables, keeps_python=keeps_python) as conditions,
             ):
-                verdict = _Trial(model, engine, state, conditions, form, step, part).difference(data)
+                verdict = _Trial(model, engine, state, conditions, structure, step, part).difference(data)
             if verdict or (verdict is not None and not may_depend_on_size(model)):
                 return verdict
         except UnsupportedError as error:
@@ -108,7 +110,7 @@ class _Trial:
         engine: Engine,
         state: ProgramState,
         conditions: TrialConditions,
-        form: ElementStructure,
+        structure: ElementStructure,
         step: str,
         part: int,
     ) -> None:
@@ -123,7 +125,7 @@ class _Trial:
         self._ranks_engine, self._whole_engine = (make_engine(model, self._ranks) for _ in range(2))
         self._engine = self._whole_engine
         for each in (self._ranks_engine, self._whole_engine):
-            each.expect(form)
+            each.expect(structure)
         self._rules = engine.metric_rules.rules
 
     def difference(self, data: Any) -> str | None:
@@ -131,11 +133,11 @@ class _Trial:
         # In one process, metrics at a step include earlier steps; on a rank, only what this step adds.
         whole_rules = [MetricRule(MergeWeight.FIRST, False)] * len(self._rules)
         for engine, rules in ((self._ranks_engine, self._rules), (self._whole_engine, whole_rules)):
-            engine.build(few_samples(data, 0, self._part))
+            engine.build(take_trial_samples(data, 0, self._part))
             engine.metric_rules.decide(rules)
         for attempt in range(ATTEMPTS):
-            samples, others = (few_samples(data, number, self._part) for number in (attempt, attempt + ATTEMPTS))
-            second = with_unlike_parts(others, self._part)
+            samples, others = (take_trial_samples(data, number, self._part) for number in (attempt, attempt + ATTEMPTS))
+            second = with_reflected_inputs(others, self._part)
             try:
                 found = self._compare(samples, second)
             except UnsupportedError:
@@ -145,14 +147,14 @@ class _Trial:
                 second = others
                 found = self._compare(samples, second)
             verdict = found[0].verdict()
-            verdict = self._misuse(differs=bool(verdict)) or verdict
+            verdict = self._find_metric_misuse(differs=bool(verdict)) or verdict
             if self._name == "test_step":
-                verdict = _kept_by_layers(self._model, found[0]) or verdict
-            if verdict or found[0].tells():
+                verdict = _find_kept_state(self._model, found[0]) or verdict
+            if verdict or found[0].is_conclusive():
                 break
         # Values moved by rounding differ on the replicas.
-        if verdict or found[0].moves_by_rounding or not (later := found[1].verdict_of_next_step()):
-            return verdict if verdict or found[0].tells() else None
+        if verdict or found[0].gradients_are_rounding or not (later := found[1].verdict_of_next_step()):
+            return verdict if verdict or found[0].is_conclusive() else None
         # Is the cause what the first step has left, or the samples?
         return self._compare(second)[0].verdict() or later
 
@@ -161,19 +163,23 @@ class _Trial:
         self._state.restore()
         before = self._results({})
         # A difference between these two comes from random numbers, and says nothing about the replicas.
-        whole, other = self._whole(batches), self._whole(batches, self._state.change_seeds)
+        whole, reseeded = self._run_whole(batches), self._run_whole(batches, self._state.change_seeds)
         is_coarse = _has_accelerators() or rounds_coarsely(self._model)
-        rounded = [None] * len(batches) if is_coarse else self._whole(batches, self._round_weights)
-        ranks = self._of_ranks([[part_of(batch, rank, self._part) for batch in batches] for rank in range(RANKS)])
+        rounded = [None] * len(batches) if is_coarse else self._run_whole(batches, self._round_weights)
+        ranks = self._run_ranks(
+            [[part_of(batch, rank, self._part) for batch in batches] for rank in range(TRIAL_RANKS)]
+        )
         # Variables that were first assigned by these steps.
-        before = before._replace(others=self._others({id(v): value for v, value in self._state.variables()}))
+        before = before._replace(
+            other_variables=self._other_variables({id(v): value for v, value in self._state.variables()})
+        )
         model, step = self._model, self._name
         return [
-            StepComparison(model, step, before, whole[i], other[i], rounded[i], [rank[i] for rank in ranks])
+            StepComparison(model, step, before, whole[i], reseeded[i], rounded[i], [rank[i] for rank in ranks])
             for i in range(len(batches))
         ]
 
-    def _misuse(self, *, differs: bool) -> str:
+    def _find_metric_misuse(self, *, differs: bool) -> str:
         """Return an error message if a step uses metrics in a way that a later merge would change.
 
         Args:
@@ -194,7 +200,7 @@ class _Trial:
             )
         return ""
 
-    def _whole(self, batches: Sequence[Any], change: Callable[[], None] = lambda: None) -> list[StepResults]:
+    def _run_whole(self, batches: Sequence[Any], change: Callable[[], None] = lambda: None) -> list[StepResults]:
         self._state.restore()
         change()
         self._engine = self._whole_engine
@@ -207,7 +213,7 @@ class _Trial:
             value = host_copy(variable)
             variable.assign(value * (1 + ROUNDING * signs.choice((-1.0, 1.0), value.shape)).astype(value.dtype))
 
-    def _of_ranks(self, parts: Sequence[Sequence[Any]]) -> list[list[StepResults]]:
+    def _run_ranks(self, parts: Sequence[Sequence[Any]]) -> list[list[StepResults]]:
         self._engine = self._ranks_engine
         share = 1.0 / len(parts)
         return self._ranks.compute(len(parts), lambda rank: self._steps(parts[rank], share), self._state.restore)
@@ -260,9 +266,9 @@ class _Trial:
         for metric in model.metrics:
             for variable in metric.variables:
                 _add(metrics, f"{metric.name}/{variable.name}", variable.value)
-        return StepResults(self._gradients(), weights, state, metrics, self._others(), logs)
+        return StepResults(self._gradients(), weights, state, metrics, self._other_variables(), logs)
 
-    def _others(self, values: Mapping[int, Array] | None = None) -> dict[str, Array]:
+    def _other_variables(self, values: Mapping[int, Array] | None = None) -> dict[str, Array]:
         """Return variables unknown to the model, with these values or their current ones."""
         model, found = self._model, dict[str, Array]()
         known = [*variables_of(model), *model.metrics_variables, *self._conditions.optimizer_variables()]
@@ -290,14 +296,14 @@ def _has_accelerators() -> bool:
     return bool(count_gpus(process_environment()) or count_tpus())
 
 
-def _kept_by_layers(model: Any, found: StepComparison) -> str:
+def _find_kept_state(model: Any, found: StepComparison) -> str:
     """Return an error message if layers keep data of their samples in a test step, after which no state is merged."""
     for variable in model_state.state_of_own_layers(model):
         if variable.path not in found.whole.state:
             continue
         whole, *parts = (each.state[variable.path] for each in (found.whole, *found.ranks))
         if not all(np.allclose(part, whole, rtol=1e-5, atol=1e-6) for part in parts):
-            return kept_state(variable)
+            return kept_state_message(variable)
     return ""
 
 
@@ -320,4 +326,4 @@ def _add(found: dict[str, Array], name: str, value: Any) -> None:
 def _array(value: Any) -> Array:
     flat = np.asarray(keras.ops.convert_to_numpy(value)).reshape(-1)
     # Strided instead of the first ones, which may be a padding row or a bias of zeros.
-    return flat[:: max(1, flat.size // SAMPLED)].astype(np.float64)
+    return flat[:: max(1, flat.size // MAX_COMPARED_VALUES)].astype(np.float64)

@@ -19,7 +19,7 @@ from phalanx.data.rank_local_reads import drawing_samples_from
 from phalanx.engines import random_state
 from phalanx.engines.random_state import hash_of
 from phalanx.keras_compat.model_state import has_own_code
-from phalanx.training.checks.loss_probe import has_open_questions
+from phalanx.training.checks.loss_probe import needs_probing
 from phalanx.training.program_effects import program_random_state
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def step_stream_factory(model: Any, replica: Replica) -> Callable[[], AbstractCo
 
     @cache
     def runs_program(knows_losses: bool) -> bool:
-        return not knows_losses or has_own_code(model) or has_open_questions(model)
+        return not knows_losses or has_own_code(model) or needs_probing(model)
 
     def drawing() -> AbstractContextManager[None]:
         knows_losses = bool(getattr(getattr(model, "_compile_loss", None), "built", False))

@@ -17,8 +17,8 @@ from phalanx.errors import DisagreementError
 from phalanx.parameter_server.client.parameter_client import HEAD
 from phalanx.parameter_server.server_messages import HoldSteps, Values
 from phalanx.training import callback_hooks
-from phalanx.training.checks.model_checks import check_normalization, check_served, check_stateless
-from phalanx.training.checks.program_probes import IndependentProbing, ProgramProbes
+from phalanx.training.checks.model_checks import check_normalization, check_server_support, check_stateless
+from phalanx.training.checks.program_probes import LocalFindings, ProgramProbes
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 from phalanx.training.servers.remote_variables import RemoteVariables
 from phalanx.training.sparse_embeddings import EmbeddingTable, SparseEmbeddings, find_tables, select_tables
@@ -56,7 +56,7 @@ class RemoteModel:
         self._variables: RemoteVariables | None = None
         # In asynchronous training, each worker's batch is a step.
         divides_batches = worker.workers > 1 and worker.rules.synchronous
-        self._probes = ProgramProbes(model, IndependentProbing(divides_batches=divides_batches))
+        self._probes = ProgramProbes(model, LocalFindings(divides_batches=divides_batches))
         self._sample: Batch | None = None  # the first batch
         # Whether the servers have newer embedding tables than the model, and newer optimizer state for these tables.
         self._tables_stale = self._slots_stale = False
@@ -82,7 +82,7 @@ class RemoteModel:
         Raises: UnsupportedError for models that parameter servers can't train.
         """
         model, worker = self.model, self._worker
-        check_served(model)
+        check_server_support(model)
         if worker.workers > 1:
             check_stateless(model)
         if self._engine is None:

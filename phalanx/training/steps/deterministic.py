@@ -67,18 +67,18 @@ class DeterministicStepper(ReplicaStepper):
             self._sums.run(batch, compute)
         return logs
 
-    def predict(self, batch: JointBatch, form: ElementStructure) -> Any:
+    def predict(self, batch: JointBatch, structure: ElementStructure) -> Any:
         """Return the model's outputs for this rank's micro-batches; see `Engine.predict`.
 
         If the outputs have no row for each sample (`LocalOutputs.of`), the batch is computed whole.
         """
         if not batch.micro_batches:
-            return self._engine.predict(batch.data, form)
+            return self._engine.predict(batch.data, structure)
         parts = []
         with self._randomness.step():
             for micro in batch.micro_batches:
                 self._randomness.enter(micro.number)
-                parts.append(self._engine.predict(micro.data, form))
+                parts.append(self._engine.predict(micro.data, structure))
         return tree.map_structure_up_to(parts[0], lambda *each: np.concatenate(each), *parts)
 
 

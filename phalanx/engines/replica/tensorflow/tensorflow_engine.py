@@ -116,7 +116,7 @@ class TensorFlowEngine(ReplicaEngine):
             except Exception as error:
                 if not model_state.overrides(model, "train_step"):
                     raise
-                # Its step need not call the model with the batch, and may build what it uses (`build_parts`).
+                # Its step need not call the model with the batch, and may build what it uses (`build_layers_by_step`).
                 logger.info("%r cannot be built from a batch, but perhaps in its step: %r", model.name, error)
         self._state = self.layer_state()
         self._note_variables()

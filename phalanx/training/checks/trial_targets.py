@@ -9,7 +9,7 @@ import numpy as np
 from keras import ops
 
 from phalanx.keras_compat.keras_internals import get_keras_mask, set_keras_mask
-from phalanx.training.checks.tried_samples import scaled
+from phalanx.training.checks.trial_samples import scaled
 
 Array = np.ndarray[Any, Any]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.training.checks.rank_difference import RankComparison
+from phalanx.training.checks.rank_comparison import RankComparison
 
 
 def found(values: str, late: set[int]) -> list[tuple[int, int] | None]:

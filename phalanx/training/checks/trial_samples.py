@@ -13,21 +13,22 @@ from phalanx.keras_compat import model_state
 
 Array = np.ndarray[Any, Any]
 
-RANKS = 2
+TRIAL_RANKS = 2
 """Number of replicas that take a tried step or prediction."""
-PART = 8
+TRIAL_PART_SIZE = 8
 """Number of samples of each of them: few; equal, so that JAX compiles two steps and not three; and divisible into
 groups of two, four or eight, as some layers need."""
-MOST = 256
+MAX_PART_SAMPLES = 256
 """Maximum samples of a part. A loss or metric may use the sixteen largest, or be NaN if no sample is positive."""
-MOST_TIMES = 2
+MAX_PART_FACTOR = 2
 """Maximum multiple of a replica's samples: a step on all of a large global batch takes much time and memory."""
-MOST_VALUES = 2**24
+MAX_VALUES = 2**24
 """Maximum values in an array of all parts: more outputs of a language model would not fit into memory."""
 
 
 def part_size(samples: int, parts: int, replicas: int, values_per_sample: int) -> int:
-    """Return the number of samples in each part: a replica's, or up to `MOST_TIMES` as many to fill the global batch.
+    """Return the number of samples in each part: a replica's, or up to `MAX_PART_FACTOR` times as many to fill the
+    global batch.
 
     Args:
         samples: Number of samples of a replica.
@@ -35,8 +36,8 @@ def part_size(samples: int, parts: int, replicas: int, values_per_sample: int) -
         replicas: Number of replicas that share the global batch.
         values_per_sample: Values per sample of the largest array.
     """
-    wanted = max(samples, min(MOST_TIMES * samples, math.ceil(samples * replicas / parts)))
-    return max(1, min(wanted, MOST, MOST_VALUES // (parts * values_per_sample)))
+    wanted = max(samples, min(MAX_PART_FACTOR * samples, math.ceil(samples * replicas / parts)))
+    return max(1, min(wanted, MAX_PART_SAMPLES, MAX_VALUES // (parts * values_per_sample)))
 
 
 def values_per_sample(data: Any) -> int:
@@ -50,7 +51,7 @@ def scaled(array: Array, factors: Array) -> Array:
     return np.asarray(array * factors.reshape(-1, *[1] * (array.ndim - 1)).astype(array.dtype))
 
 
-def sizes_of_parts(data: Any, replicas: int) -> tuple[int, ...]:
+def trial_part_sizes(data: Any, replicas: int) -> tuple[int, ...]:
     """Return the numbers of samples to try in each part: first few, then as many as a replica has.
 
     Code may use the ten largest samples, or depend on their number.
@@ -61,13 +62,13 @@ def sizes_of_parts(data: Any, replicas: int) -> tuple[int, ...]:
     """
     samples = model_state.samples(data)
     # A replica is about to take steps on this many samples, however many values they have.
-    rows = max(samples, part_size(samples, RANKS, replicas, values_per_sample(data)))
-    return (PART,) if rows == PART else (PART, rows)
+    rows = max(samples, part_size(samples, TRIAL_RANKS, replicas, values_per_sample(data)))
+    return (TRIAL_PART_SIZE,) if rows == TRIAL_PART_SIZE else (TRIAL_PART_SIZE, rows)
 
 
-def few_samples(data: Any, attempt: int, part: int) -> Any:
+def take_trial_samples(data: Any, attempt: int, part: int) -> Any:
     """Return the samples of all parts; if there are too few, repeated with slightly changed inputs."""
-    size, number = model_state.samples(data), RANKS * part
+    size, number = model_state.samples(data), TRIAL_RANKS * part
     order = np.random.default_rng(attempt).permutation(size) if attempt else np.arange(size)
     # Copies of a sample are adjacent, so that parts differ in samples, and ratios of sums differ between parts.
     places = np.sort(np.resize(np.arange(size), number))
@@ -81,7 +82,7 @@ def few_samples(data: Any, attempt: int, part: int) -> Any:
     return (map_leaves(changed, x) if size < number else x, *others)
 
 
-def with_unlike_parts(data: Any, part: int) -> Any:
+def with_reflected_inputs(data: Any, part: int) -> Any:
     """Reflect the inputs in half of the first replica's samples, so that the largest become the smallest."""
 
     def changed(array: Array) -> Array:

@@ -9,9 +9,9 @@ from phalanx.training.replica import Replica
 
 
 class RankDifference(NamedTuple):
-    """Two ranks that differ: `expected` has the right value, and `rank` a different one."""
+    """Two ranks that differ: `reference_rank` has the right value, and `rank` a different one."""
 
-    expected: int
+    reference_rank: int
     rank: int
 
 
@@ -20,13 +20,13 @@ class RankComparison:
     former members' values, when the ranks are already those of the next membership.
 
     Attributes:
-        expected: The rank whose value is right: the lowest one that was there when the job began.
+        reference_rank: The rank whose value is right: the lowest one that was there when the job began.
     """
 
     def __init__(self, replica: Replica) -> None:
-        self._own = replica.rank
+        self._rank = replica.rank
         self._late = frozenset() if replica.elastic is None else replica.elastic.late_ranks
-        self.expected = next((rank for rank in range(replica.world_size) if rank not in self._late), 0)
+        self.reference_rank = next((rank for rank in range(replica.world_size) if rank not in self._late), 0)
 
     def difference(self, values: Sequence[Any]) -> RankDifference | None:
         """Return the difference for which this rank must raise an error; None if there is none.
@@ -37,9 +37,9 @@ class RankComparison:
         Args:
             values: Value of each rank, in rank order; the same on all ranks.
         """
-        different = [rank for rank, value in enumerate(values) if value != values[self.expected]]
+        different = [rank for rank, value in enumerate(values) if value != values[self.reference_rank]]
         if not different:
             return None
         if not self._late.issuperset(different):
-            return RankDifference(self.expected, different[0])
-        return RankDifference(self.expected, self._own) if self._own in different else None
+            return RankDifference(self.reference_rank, different[0])
+        return RankDifference(self.reference_rank, self._rank) if self._rank in different else None
