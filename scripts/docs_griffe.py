@@ -1,6 +1,6 @@
 """What Griffe, which reads the source for the API reference, cannot see by itself.
 
-- Horovod's functions of tensors are made from a table (`phalanx.horovod.framework_bindings.make_function`).
+- Horovod's tensor functions are built from a table (`phalanx.horovod.framework_bindings.make_collective_function`).
 - `name = other_function` is a function with that docstring.
 - The house writes short sections in one line (`Returns: the sum.`); Griffe knows Google's form, which takes two. A
   doctest is an example without saying so.
@@ -16,7 +16,7 @@ from typing import Any
 
 import griffe
 
-from phalanx.horovod.framework_bindings import ARRAY_FUNCTIONS, make_function
+from phalanx.horovod.framework_bindings import ARRAY_FUNCTIONS, make_collective_function
 
 _ONE_LINE = re.compile(r"^(?P<section>Returns|Raises): (?P<text>\S.*(?:\n(?!\n).+)*)", re.M)
 _DOCTEST = re.compile(r"^>>> .*(?:\n.+)*", re.M)
@@ -49,7 +49,7 @@ def _made(module: griffe.Module, attribute: Any) -> griffe.Function | None:
             name: ast.literal_eval(str(value.value)) for name, value in module.members.items() if _is_text(value)
         }
         names = [eval(compile(ast.Expression(each), "", "eval"), {}, constants) for each in call.args]
-        made = make_function(module.path, *names, run=lambda *_: [])
+        made = make_collective_function(module.path, *names, run=lambda *_: [])
         parameters = [
             griffe.Parameter(each.name, kind=griffe.ParameterKind.positional_or_keyword, default=_default(each))
             for each in inspect.signature(made).parameters.values()

@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.cluster import timeline_relay
 from phalanx.errors import UnsupportedError
 from phalanx.horovod.common import process_sets as sets
-from phalanx.horovod.horovod_job import current, is_joined, join_job, leave_job
+from phalanx.horovod.horovod_job import current_job, is_joined, join_job, leave_job
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
@@ -35,14 +35,14 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     fresh = not is_joined()
     job = join_job()
     if fresh:
-        sets.begin(job.membership.world_size)
+        sets.reset_for_job(job.membership.world_size)
     if process_sets is not None and process_sets != "dynamic":
         sets.add_process_sets(process_sets)
 
 
 def shutdown() -> None:
     """Leave the job and notify the other processes. Called automatically at the end of the program."""
-    sets.end()
+    sets.unregister_all()
     leave_job()
 
 
@@ -53,10 +53,10 @@ def regroup() -> None:
 
     Raises: as `HorovodJob.regroup`.
     """
-    sets.end()
-    job = current()
+    sets.unregister_all()
+    job = current_job()
     job.regroup()
-    sets.begin(job.membership.world_size)
+    sets.reset_for_job(job.membership.world_size)
 
 
 def is_initialized() -> bool:
@@ -77,33 +77,33 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
         ValueError: before `init`, or while a timeline is being recorded.
         ConfigurationError: the file cannot be written.
     """
-    current().start_timeline(Path(file_path), marks_cycles=mark_cycles)
+    current_job().start_timeline(Path(file_path), marks_cycles=mark_cycles)
 
 
 def stop_timeline() -> None:
     """Stop recording and write the timeline. Raises ValueError before `init`."""
-    current()
+    current_job()
     timeline_relay.stop_recording()
 
 
 def rank() -> int:
     """Return this process's number in the job, from 0. Raises ValueError before `init`, as do the functions below."""
-    return current().membership.rank
+    return current_job().membership.rank
 
 
 def size() -> int:
     """Return the number of processes."""
-    return current().membership.world_size
+    return current_job().membership.world_size
 
 
 def local_rank() -> int:
     """Return this process's number among the processes on its host."""
-    return current().membership.local_rank
+    return current_job().membership.local_rank
 
 
 def local_size() -> int:
     """Return the number of processes on this host."""
-    return len(current().membership.local_ranks)
+    return len(current_job().membership.local_ranks)
 
 
 def cross_rank() -> int:
@@ -118,12 +118,12 @@ def cross_size() -> int:
 
 def is_homogeneous() -> bool:
     """Return whether all hosts have the same number of processes."""
-    membership = current().membership
+    membership = current_job().membership
     return len({len(membership.ranks_on(host)) for host in membership.hosts}) == 1
 
 
 def _peers_across() -> Sequence[int]:
-    membership = current().membership
+    membership = current_job().membership
     local = membership.local_rank
     by_host = [membership.ranks_on(host) for host in membership.hosts]
     return [ranks[local] for ranks in by_host if local < len(ranks)]
@@ -134,7 +134,7 @@ def _peers_across() -> Sequence[int]:
 
 def mpi_threads_supported() -> bool:
     """Return whether other threads may use MPI at the same time: always True, since Phalanx does not use it."""
-    current()
+    current_job()
     return True
 
 

@@ -7,15 +7,15 @@ A round is a collective: it starts when all ranks have arrived, and ends with th
 (`negotiator`). Operations that are ready run immediately, in the same thread; a rank whose operation is not ready
 enters the next round. A rank that is absent from a round waits for nothing, and arrives as soon as it does.
 
-One thread at a time *drives*, that is, takes part in rounds. A thread that waits for a handle drives itself, which
-avoids a thread switch. If no thread waits (`*_async`, while the program computes), a background thread drives. It
-starts with the first asynchronous operation and sleeps while nothing is requested.
+One thread at a time takes part in rounds. A thread that waits for a handle runs the rounds itself, which avoids a
+thread switch. If no thread waits (`*_async`, while the program computes), a background thread runs them. It starts with
+the first asynchronous operation and sleeps while nothing is requested.
 
 Locks
 -----
-`_changed` protects the requests and the state of the threads; it is held for short updates only. `_driving` is held by
-the thread that drives and protects the communicator and the negotiator. A thread that holds `_driving` may acquire
-`_changed`, never the reverse.
+`_changed` protects the requests and the state of the threads; it is held for short updates only. `_round_lock` is held
+by the thread that runs rounds and protects the communicator and the negotiator. A thread that holds `_round_lock` may
+acquire `_changed`, never the reverse.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from phalanx.collectives.communicator import ReduceOp
 from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.errors import CollectiveMismatchError, PhalanxError
 from phalanx.horovod.common.exceptions import DuplicateNameError, HorovodInternalError
-from phalanx.horovod.execution import FusedPart, execute
+from phalanx.horovod.execution import OperationBuffers, execute
 from phalanx.horovod.fusion_autotune import FusionAutotuner, FusionSettings
 from phalanx.horovod.horovod_environment import HorovodEnvironment
 from phalanx.horovod.negotiation import NegotiationResult, fuse
@@ -45,18 +45,18 @@ from phalanx.monitoring import timeline
 class OperationHandle:
     """A requested operation. `Controller.wait` waits for its result."""
 
-    __slots__ = ("done", "error", "part", "request", "requested_at")
+    __slots__ = ("buffers", "done", "error", "request", "requested_at")
 
-    def __init__(self, request: Request, part: FusedPart):
+    def __init__(self, request: Request, buffers: OperationBuffers):
         self.request = request
-        self.part = part
+        self.buffers = buffers
         self.done = False
         self.error: BaseException | None = None
         self.requested_at = time.monotonic()
 
     def finish(self, error: BaseException | None = None) -> None:
         """Mark the operation as done, or as failed."""
-        # `done` is set last: threads read it without a lock, and then `error` and the part's result.
+        # `done` is set last: threads read it without a lock, and then `error` and the result in `buffers`.
         self.error, self.done = error, True
 
 
@@ -90,30 +90,32 @@ class Controller:
         self.communicator = communicator
         self.automatic_names: dict[str, itertools.count[int]] = {}
         self._negotiator = Negotiator(communicator, environment, timeout_s, names)
-        # Used and replaced by the thread that drives. Equal on all ranks in every round: `fuse` must cut equal batches.
+        # Used and replaced by the thread that runs rounds. Equal on all ranks in each: `fuse` must cut equal batches.
         self._fusion = FusionSettings(environment.fusion_bytes, environment.cycle_s)
-        self._tuner = None if tune is None else FusionAutotuner(self._fusion, self._maximum, tune)
-        self._driving = threading.Lock()
+        self._tuner = None if tune is None else FusionAutotuner(self._fusion, self._max_over_ranks, tune)
+        self._round_lock = threading.Lock()
 
         self._changed = threading.Condition()  # protects what follows
-        # What this rank announces in each round. Only the thread that drives removes single entries, when done.
+        # What this rank announces in each round. Only the thread that runs rounds removes single entries, when done.
         self._waiting: dict[str, OperationHandle] = {}
         self._queued: dict[str, deque[OperationHandle]] = {}  # under automatic names that are still in use
-        self._join: OperationHandle | None = None  # wakes no thread: the waiting caller drives
+        self._join: OperationHandle | None = None  # wakes no thread: the waiting caller runs the rounds
         self._failure: BaseException | None = None  # the first cause; set once, after which no round starts
-        self._is_stopped = False
+        self._is_closed = False
         self._thread: threading.Thread | None = None  # started by the first asynchronous operation
         self._is_idle = False  # whether the background thread sleeps
-        self._waiters = 0  # number of threads that wait while another one drives
+        self._waiters = 0  # number of threads that wait while another one runs rounds
 
     # --------------------------------------------------------------------------------------------- requesting, waiting
 
-    def submit(self, request: Request, part: FusedPart, *, wake: bool, queue: bool = False) -> OperationHandle:
-        """Request an operation. The part's arrays belong to it until it is done.
+    def submit(
+        self, request: Request, buffers: OperationBuffers, *, wake: bool, queue: bool = False
+    ) -> OperationHandle:
+        """Request an operation. The arrays belong to it until it is done.
 
         Args:
             request: The properties that must be equal on all ranks.
-            part: This rank's arrays.
+            buffers: This rank's arrays.
             wake: Whether to wake the background thread; False if the caller waits immediately.
             queue: Whether an operation whose name is in use starts when the other is done; otherwise this is an error.
 
@@ -121,7 +123,7 @@ class Controller:
             DuplicateNameError: an operation of that name is in progress.
             HorovodInternalError: collectives have failed before.
         """
-        handle = OperationHandle(request, part)
+        handle = OperationHandle(request, buffers)
         with self._changed:
             self._check_usable()
             if request.name not in self._waiting:
@@ -139,33 +141,33 @@ class Controller:
 
     def join(self) -> int:
         """Contribute zeros to reductions until all ranks have joined; return the last rank that did."""
-        handle = OperationHandle(Request("join", "join"), FusedPart(()))
+        handle = OperationHandle(Request("join", "join"), OperationBuffers(()))
         with self._changed:
             self._check_usable()
             if self._join is not None:
                 raise HorovodInternalError("this rank has joined already and waits for the others.")
             self._join = handle
         self.wait(handle)
-        last: int = handle.part.result
+        last: int = handle.buffers.result
         return last
 
     def wait(self, handle: OperationHandle) -> None:
-        """Wait until an operation is done. Its result is in `handle.part.result`.
+        """Wait until an operation is done. Its result is in `handle.buffers.result`.
 
         Raises: HorovodInternalError if it failed.
         """
         while not handle.done:
-            if self._driving.acquire(blocking=False):
+            if self._round_lock.acquire(blocking=False):
                 try:
-                    self._drive(lambda: not handle.done)
+                    self._run_rounds(lambda: not handle.done)
                 finally:
                     self._release()
             else:
                 with self._changed:
-                    # Counted before `_driving` is read, while `_release` reads the count after it has released the
+                    # Counted before `_round_lock` is read, while `_release` reads the count after it has released the
                     # lock: one of the two notices the other.
                     self._waiters += 1
-                    self._changed.wait_for(lambda: handle.done or not self._driving.locked())
+                    self._changed.wait_for(lambda: handle.done or not self._round_lock.locked())
                     self._waiters -= 1
         if handle.error is not None:
             raise handle.error
@@ -178,37 +180,37 @@ class Controller:
         """
         return self._failure
 
-    def close(self, *, because: Exception | None = None) -> None:
+    def close(self, *, error: Exception | None = None) -> None:
         """Stop the controller and fail the operations in progress. Safe to call twice.
 
         Args:
-            because: If given, the other ranks receive this error in their next collective, and must stop as well.
+            error: If given, the other ranks receive this error in their next collective, and must stop as well.
         """
         with self._changed:
-            if self._is_stopped:
+            if self._is_closed:
                 return
-            self._is_stopped = True
+            self._is_closed = True
             self._fail(PhalanxError("Horovod has been shut down."))
-        if not self._driving.acquire(blocking=False):
+        if not self._round_lock.acquire(blocking=False):
             # The round may wait minutes for ranks that request nothing.
             self.communicator.runner.interrupt()
-            self._driving.acquire()
-        # No collective runs or starts after this line: any thread that drives finds `_failure` set.
-        self._driving.release()
+            self._round_lock.acquire()
+        # No collective runs or starts after this line: any thread that runs rounds finds `_failure` set.
+        self._round_lock.release()
         if self._thread is not None:
             self._thread.join()
-        if because is not None:
-            self.communicator.runner.give_up(because)
+        if error is not None:
+            self.communicator.runner.give_up(error)
         self.communicator.close()
 
-    # -------------------------------------------------------------------------------------------------------- driving
+    # ---------------------------------------------------------------------------------------------------------- rounds
 
     def _check_usable(self) -> None:
         if self._failure is not None:
             raise HorovodInternalError.of(self._failure)
 
     def _wake(self) -> None:
-        """Wake or start the background thread, which then drives; called under `_changed`."""
+        """Wake or start the background thread, which then runs rounds; called under `_changed`."""
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, name=f"phalanx-horovod-{self.communicator.rank}", daemon=True
@@ -222,30 +224,32 @@ class Controller:
         while True:
             with self._changed:
                 self._is_idle = True
-                self._changed.wait_for(lambda: self._is_stopped or (bool(self._waiting) and not self._driving.locked()))
+                self._changed.wait_for(
+                    lambda: self._is_closed or (bool(self._waiting) and not self._round_lock.locked())
+                )
                 self._is_idle = False
-                if self._is_stopped:
+                if self._is_closed:
                     return
-            # The program may be about to request more, or to wait and drive itself.
+            # The program may be about to request more, or to wait and run the rounds itself.
             time.sleep(self._fusion.cycle_s)
-            if self._driving.acquire(blocking=False):
+            if self._round_lock.acquire(blocking=False):
                 try:
-                    self._drive(lambda: bool(self._waiting) and not self._is_stopped)
+                    self._run_rounds(lambda: bool(self._waiting) and not self._is_closed)
                 finally:
                     self._release()
 
     def _release(self) -> None:
-        """Stop driving; a thread that waits may take over."""
-        self._driving.release()
+        """Let a waiting thread take over the rounds."""
+        self._round_lock.release()
         with self._changed:
             # Waking a thread that has nothing to do would cost as much as a small operation.
             if self._waiters or (self._waiting and self._is_idle):
                 self._changed.notify_all()
 
-    def _drive(self, is_wanted: Callable[[], bool]) -> None:
+    def _run_rounds(self, is_wanted: Callable[[], bool]) -> None:
         while is_wanted() and self._failure is None:
             try:
-                has_advanced = self._round()
+                has_advanced = self._run_round()
             except BaseException as error:
                 # Ranks may now be at different points of the round, so no round can follow. The handles have the
                 # error; an interrupt is also raised where it hit the program.
@@ -258,12 +262,12 @@ class Controller:
                 # All ranks have arrived and wait for different operations: one of them must request more first.
                 time.sleep(self._fusion.cycle_s)
 
-    def _round(self) -> bool:
+    def _run_round(self) -> bool:
         """Take part in one round and run the ready operations; return whether there were any."""
         with self._changed:
-            waiting, joins = dict(self._waiting), self._join is not None
+            waiting, is_joining = dict(self._waiting), self._join is not None
         # Without the lock: the exchange takes as long as the slowest rank, and programs request more meanwhile.
-        results, last_joined = self._negotiator.negotiate(waiting, joins=joins)
+        results, last_joined = self._negotiator.negotiate(waiting, is_joining=is_joining)
         if last_joined is not None:
             self._finish_join(last_joined)
         self._execute(results, waiting)
@@ -275,7 +279,7 @@ class Controller:
             assert handle is not None, "this rank has joined, too"
             # Some ranks have made calls that others have not, so all restart their counters at zero.
             self.automatic_names.clear()
-            handle.part.result = last
+            handle.buffers.result = last
             handle.finish()
 
     def _execute(self, results: Sequence[NegotiationResult], waiting: Mapping[str, OperationHandle]) -> None:
@@ -289,7 +293,7 @@ class Controller:
         for batch in fuse(ready, self._fusion.threshold):
             handles = [waiting.get(request.name) for request in batch]  # None: this rank has joined
             started = timeline.now()
-            execute(self.communicator, batch, [None if handle is None else handle.part for handle in handles])
+            execute(self.communicator, batch, [None if handle is None else handle.buffers for handle in handles])
             if timeline.current.on:
                 _record(handles, started)
             self._finish([request.name for request in batch], waiting)
@@ -300,7 +304,7 @@ class Controller:
             if self._tuner.is_finished:
                 self._tuner = None
 
-    def _maximum(self, numbers: Sequence[float]) -> list[float]:
+    def _max_over_ranks(self, numbers: Sequence[float]) -> list[float]:
         # A collective between two rounds: the tuner calls this on all ranks after the same round.
         (merged,) = self.communicator.all_reduce([np.array(numbers)], ReduceOp.MAX)
         return [float(number) for number in merged]

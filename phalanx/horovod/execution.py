@@ -26,7 +26,7 @@ _SCALED_BY_COMMUNICATOR = (HorovodOp.AVERAGE, HorovodOp.SUM)
 
 
 @dataclass(slots=True)
-class FusedPart:
+class OperationBuffers:
     """This rank's input and output of an operation.
 
     Attributes:
@@ -44,50 +44,56 @@ class FusedPart:
 
 
 @np.errstate(all="ignore")  # an overflow must not end the operation on one rank only
-def execute(communicator: Communicator, requests: Sequence[Request], parts: Sequence[FusedPart | None]) -> None:
+def execute(
+    communicator: Communicator, requests: Sequence[Request], all_buffers: Sequence[OperationBuffers | None]
+) -> None:
     """Run a batch of fused requests (`negotiation.fuse`); all ranks must call this with the same requests.
 
     Args:
         communicator: The communicator of the ranks.
         requests: Requests that differ only in their arrays.
-        parts: This rank's parts, which receive the results; None if it has joined and contributes neutral values.
+        all_buffers: This rank's arrays for each request, which receive the results; None if the rank has joined and
+            contributes neutral values.
     """
     kind = requests[0].kind
     if kind == OperationKind.ALLREDUCE:
-        _allreduce(communicator, requests, parts)
+        _allreduce(communicator, requests, all_buffers)
     elif kind == OperationKind.BROADCAST:
-        _broadcast(communicator, requests, parts)
+        _broadcast(communicator, requests, all_buffers)
     elif kind != OperationKind.BARRIER:
-        (part,) = parts
-        assert part is not None, "other kinds are refused once a rank has joined"
+        (buffers,) = all_buffers
+        assert buffers is not None, "other kinds are refused once a rank has joined"
         if kind == OperationKind.ALLGATHER:
-            part.result = [np.concatenate(communicator.all_gather(array)) for array in part.arrays]
+            buffers.result = [np.concatenate(communicator.all_gather(array)) for array in buffers.arrays]
         elif kind == OperationKind.ALLTOALL:
-            part.result = _alltoall(communicator, part)
+            buffers.result = _alltoall(communicator, buffers)
         else:
-            part.result = [_reducescatter(communicator, array, requests[0]) for array in part.arrays]
+            buffers.result = [_reducescatter(communicator, array, requests[0]) for array in buffers.arrays]
 
 
 # -------------------------------------------------------------------------------------------------------- reductions
 
 
-def _allreduce(communicator: Communicator, requests: Sequence[Request], parts: Sequence[FusedPart | None]) -> None:
+def _allreduce(
+    communicator: Communicator, requests: Sequence[Request], all_buffers: Sequence[OperationBuffers | None]
+) -> None:
     op, prescale, postscale = HorovodOp(requests[0].op), requests[0].prescale, requests[0].postscale
     arrays: list[Array] = []
     outs: list[Array] = []
-    for request, part in zip(requests, parts, strict=True):
-        if part is None:
+    for request, buffers in zip(requests, all_buffers, strict=True):
+        if buffers is None:
             # With the dtypes and shapes of the other ranks, or the communicator finds a mismatch.
             neutral = [
-                _neutral(op, dtype_of(name), shape) for name, shape in zip(request.dtypes, request.shapes, strict=True)
+                _identity_array(op, dtype_of(name), shape)
+                for name, shape in zip(request.dtypes, request.shapes, strict=True)
             ]
             arrays += neutral
             outs += neutral
         else:
-            part.result = _outputs(part)
+            buffers.result = _output_arrays(buffers)
             is_scaled_here = op not in _SCALED_BY_COMMUNICATOR
-            arrays += [_scaled(array, prescale) for array in part.arrays] if is_scaled_here else part.arrays
-            outs += part.result
+            arrays += [_scale(array, prescale) for array in buffers.arrays] if is_scaled_here else buffers.arrays
+            outs += buffers.result
     floats = [is_float(array.dtype) for array in arrays]
     if op is not HorovodOp.AVERAGE or len(set(floats)) < 2:
         _reduce(communicator, op, arrays, outs, prescale, postscale)
@@ -117,27 +123,27 @@ def _reduce(
             postscale /= communicator.world_size
     elif op is HorovodOp.AVERAGE:
         # The sums need separate arrays: `outs` have too few bits for them.
-        sums = communicator.all_reduce([_widened(_scaled(array, prescale)) for array in arrays], ReduceOp.SUM)
+        sums = communicator.all_reduce([_widen(_scale(array, prescale)) for array in arrays], ReduceOp.SUM)
         for out, total in zip(outs, sums, strict=True):
-            out[...] = _divided(total, communicator.world_size, postscale)
+            out[...] = _divide(total, communicator.world_size, postscale)
         return
     elif op is HorovodOp.SUM:
         scales = [prescale if is_float(array.dtype) else 1.0 for array in arrays]
-        arrays = [array if is_float(array.dtype) else _scaled(array, prescale) for array in arrays]
+        arrays = [array if is_float(array.dtype) else _scale(array, prescale) for array in arrays]
         communicator.all_reduce(arrays, ReduceOp.SUM, scale=scales if prescale != 1.0 else 1.0, out=outs)
     else:
         communicator.all_reduce(arrays, _REDUCE_OPS[op], out=outs)
     if postscale != 1.0:
         for out in outs:
-            out[...] = _scaled(out, postscale)
+            out[...] = _scale(out, postscale)
 
 
-def _outputs(part: FusedPart) -> list[Array]:
+def _output_arrays(buffers: OperationBuffers) -> list[Array]:
     """Return the arrays for the result."""
-    return list(part.outs) if part.outs is not None else [np.empty(a.shape, a.dtype) for a in part.arrays]
+    return list(buffers.outs) if buffers.outs is not None else [np.empty(a.shape, a.dtype) for a in buffers.arrays]
 
 
-def _neutral(op: HorovodOp, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
+def _identity_array(op: HorovodOp, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
     """Return the array of a rank that has joined: zeros for sums and averages, else values that change nothing."""
     value: Any = 0
     if op is HorovodOp.PRODUCT:
@@ -153,17 +159,17 @@ def _neutral(op: HorovodOp, dtype: np.dtype[Any], shape: Sequence[int]) -> Array
     return np.full(shape, value, dtype)
 
 
-def _widened(array: Array) -> Array:
+def _widen(array: Array) -> Array:
     """Return integers in a dtype that holds their sum; floats stay unchanged."""
     if is_float(array.dtype):
         return array
     return array.astype(np.uint64 if array.dtype.kind == "u" else np.int64, copy=False)
 
 
-def _divided(array: Array, count: int, factor: float) -> Array:
+def _divide(array: Array, count: int, factor: float) -> Array:
     """Divide an array by a number of ranks and multiply it by a factor; truncate integers once, as in Horovod."""
     if is_float(array.dtype):
-        return _scaled(array, factor / count)
+        return _scale(array, factor / count)
     if factor != 1.0:
         scaled: Array = (array * np.float64(factor) / count).astype(array.dtype)
         return scaled
@@ -178,9 +184,9 @@ def _reducescatter(communicator: Communicator, array: Array, request: Request) -
 
     `Communicator.reduce_scatter` does the same, but requires equal shares.
     """
-    given, array = array.dtype, _scaled(array, request.prescale)
+    given, array = array.dtype, _scale(array, request.prescale)
     if request.op == HorovodOp.AVERAGE:
-        array = _widened(array)
+        array = _widen(array)
     array = np.ascontiguousarray(array)
     # Equal shares, and one remaining row for each of the first ranks, as in Horovod and in `array_split`.
     rows = communicator.all_to_all(np.array_split(array, communicator.world_size))
@@ -192,10 +198,10 @@ def _reducescatter(communicator: Communicator, array: Array, request: Request) -
         wire = wire_dtype(array.dtype)
         flat = [row.reshape(-1).astype(wire, copy=False) for row in rows]
         merge_rows(flat, out.reshape(-1), _REDUCE_OPS[HorovodOp(request.op)], before)
-    return _divided(out, after, request.postscale).astype(given, copy=False)
+    return _divide(out, after, request.postscale).astype(given, copy=False)
 
 
-def _scaled(array: Array, factor: float) -> Array:
+def _scale(array: Array, factor: float) -> Array:
     """Multiply an array by a factor, in its dtype.
 
     As in Horovod, 16-bit floats are multiplied in float32; integers are multiplied in float64 and then truncated.
@@ -213,19 +219,21 @@ def _scaled(array: Array, factor: float) -> Array:
 # --------------------------------------------------------------------------------------------------------- exchanges
 
 
-def _broadcast(communicator: Communicator, requests: Sequence[Request], parts: Sequence[FusedPart | None]) -> None:
+def _broadcast(
+    communicator: Communicator, requests: Sequence[Request], all_buffers: Sequence[OperationBuffers | None]
+) -> None:
     arrays: list[Array] = []
     outs: list[Array] = []
-    for part in parts:
+    for buffers in all_buffers:
         # See `negotiation.refusal_reason`.
-        assert part is not None, "broadcasts are refused once a rank has joined"
-        part.result = _outputs(part)
-        arrays += part.arrays
-        outs += part.result
+        assert buffers is not None, "broadcasts are refused once a rank has joined"
+        buffers.result = _output_arrays(buffers)
+        arrays += buffers.arrays
+        outs += buffers.result
     communicator.broadcast(arrays, requests[0].root, out=outs)
 
 
-def _alltoall(communicator: Communicator, part: FusedPart) -> list[Array]:
-    (array,) = part.arrays
-    received = communicator.all_to_all(np.split(array, np.cumsum(part.splits)[:-1]))
+def _alltoall(communicator: Communicator, buffers: OperationBuffers) -> list[Array]:
+    (array,) = buffers.arrays
+    received = communicator.all_to_all(np.split(array, np.cumsum(buffers.splits)[:-1]))
     return [np.concatenate(received), np.array([len(rows) for rows in received], np.int32)]

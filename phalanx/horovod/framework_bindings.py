@@ -1,10 +1,10 @@
 """Horovod's tensor functions, built from the table of collectives (`operations`) for each framework.
 
-A function is one of five verbs in one of several forms. Its name states the form: `grouped_` takes several tensors that
-travel together, `_async` returns a handle instead of the result, and a trailing underscore writes the result into the
-given tensors. `make_function` creates any of them from its name. The order of the parameters differs between Horovod's
-modules; the order of `horovod.torch` is the default here. Two functions of each framework, `Run` and `Start`, hide all
-other differences.
+A function is one of five collectives in one of several forms. Its name states the form: `grouped_` takes several
+tensors that travel together, `_async` returns a handle instead of the result, and a trailing underscore writes the
+result into the given tensors. `make_collective_function` creates any of them from its name. The order of the parameters
+differs between Horovod's modules; the order of `horovod.torch` is the default here. Two functions of each framework,
+`Run` and `Start`, hide all other differences.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class ArrayFramework:
         pending.finish = lambda results: list(map(self._from_array, results))
         return pending
 
-    def make_function(self, name: str, parameters: str | None = None) -> Callable[..., Any]:
-        """See `make_function`."""
-        return make_function(self._module, name, parameters, run=self.run, start=self.start)
+    def make_collective_function(self, name: str, parameters: str | None = None) -> Callable[..., Any]:
+        """See `make_collective_function`."""
+        return make_collective_function(self._module, name, parameters, run=self.run, start=self.start)
 
 
 def synchronize(handle: PendingResult) -> Any:
@@ -142,7 +142,7 @@ _PARAMETERS = {
 
 ARRAY_FUNCTIONS = [
     *(f"{kind}{suffix}" for kind in _PARAMETERS for suffix in ("", "_async")),
-    *(f"grouped_{verb}{suffix}" for verb in ("allreduce", "allgather", "reducescatter") for suffix in ("", "_async")),
+    *(f"grouped_{kind}{suffix}" for kind in ("allreduce", "allgather", "reducescatter") for suffix in ("", "_async")),
 ]
 """Names of the functions of every framework with asynchronous operations."""
 
@@ -155,22 +155,22 @@ _SUMMARIES = {
     "result. The first ranks get one more where the rows cannot be divided equally.",
 }
 _DESCRIPTIONS = {
-    "tensor": "a tensor of numbers.",
-    "value": "a tensor of numbers, or what can be converted to one.",
-    "tensors": "tensors, which travel together.",
-    "average": "older form of `op`: True for Average, False for Sum.",
-    "name": "identifies the operation; equal on all ranks. By default, the n-th call without a name on one rank "
-    "matches the n-th one on every other rank.",
-    "compression": "how tensors are compressed on the way, see `Compression`.",
-    "op": "the reduction: Average (default), Sum, Min, Max, Product, and for an allreduce Adasum.",
-    "prescale_factor": "multiplies the tensors before the reduction.",
-    "postscale_factor": "multiplies the result.",
-    "process_set": "the ranks that take part.",
-    "root_rank": "rank in the job whose tensor is sent.",
-    "splits": "number of rows for each rank, which may be 0; None for equal parts.",
-    "device_dense": "ignored: values are reduced on the host.",
-    "device_sparse": "ignored, as `device_dense`.",
-    "ignore_name_scope": "ignored.",
+    "tensor": "A numeric tensor.",
+    "value": "A numeric tensor, or a value that can be converted to one.",
+    "tensors": "Numeric tensors, fused into one operation.",
+    "average": "Older form of `op`: True for Average, False for Sum.",
+    "name": "Name of the operation; equal on all ranks. By default, the n-th call without a name on one rank matches "
+    "the n-th one on every other rank.",
+    "compression": "Compressor for the transfer, see `Compression`.",
+    "op": "The reduction: Average (default), Sum, Min, Max or Product; for an allreduce also Adasum.",
+    "prescale_factor": "Factor applied before the reduction.",
+    "postscale_factor": "Factor applied to the result.",
+    "process_set": "The ranks that take part.",
+    "root_rank": "Rank in the job whose tensor is sent.",
+    "splits": "Number of rows for each rank, which may be 0; None for equal parts.",
+    "device_dense": "Ignored; values are reduced on the host.",
+    "device_sparse": "Ignored; see `device_dense`.",
+    "ignore_name_scope": "Ignored.",
 }
 
 
@@ -202,14 +202,14 @@ class _Parameters:
         return values
 
 
-def make_function(
+def make_collective_function(
     module: str, name: str, parameters: str | None = None, *, run: Run, start: Start | None = None
 ) -> Callable[..., Any]:
     """Create one of Horovod's functions.
 
     Args:
         module: Name of the function's module, where pickle finds it.
-        name: Verb and form, such as "grouped_allreduce_async_".
+        name: Collective and form, such as "grouped_allreduce_async_".
         parameters: Names of the parameters in order, the tensor or tensors first; None for those of `horovod.torch`.
         run: The framework's collectives.
         start: The framework's asynchronous collectives, if the form needs them.
@@ -248,7 +248,7 @@ def make_function(
         if not (is_async or in_place):
             return select(run(kind, tensors, arguments, get("compression", Compression.none)))
         assert start is not None, "the framework has no asynchronous functions"
-        # Without `wake`, this thread drives in `wait` below.
+        # Without `wake`, this thread runs the rounds itself, in `wait` below.
         pending = start(kind, tensors, arguments, in_place=in_place, wake=is_async)
         convert = pending.finish
         assert convert is not None
@@ -256,12 +256,12 @@ def make_function(
         return pending if is_async else pending.wait()
 
     function.__module__, function.__name__, function.__qualname__ = module, name, name
-    function.__doc__ = _describe(kind, names, is_async=is_async, in_place=in_place)
+    function.__doc__ = _build_docstring(kind, names, is_async=is_async, in_place=in_place)
     function.__signature__ = bound.signature  # type: ignore[attr-defined]
     return function
 
 
-def _describe(kind: OperationKind, names: Sequence[str], *, is_async: bool, in_place: bool) -> str:
+def _build_docstring(kind: OperationKind, names: Sequence[str], *, is_async: bool, in_place: bool) -> str:
     """Return the docstring of a function."""
     returns = "a list of the results" if names[0] == "tensors" else "the result"
     if kind is OperationKind.ALLTOALL:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from phalanx.collectives.autotune.trial_search import MergeCosts, TrialSearch
 
-ROUNDS_BEFORE = 50
+WARMUP_ROUNDS = 50
 """Number of rounds before the first sample: compilation, and the first trials of the collectives themselves."""
 ROUNDS_IN_SAMPLE = 10
 FUSION_CHOICES = (2**20, 4 * 2**20, 16 * 2**20, 64 * 2**20, 128 * 2**20)
@@ -64,7 +64,7 @@ class FusionAutotuner:
         self._merge_costs = merge_costs
         self._report = report
         self._clock = clock
-        self._rounds = -ROUNDS_BEFORE  # of the current sample; negative before the first
+        self._rounds = -WARMUP_ROUNDS  # of the current sample; negative before the first
         self._bytes = 0  # of the current sample
         self._began = 0.0  # start of the current sample, by `clock`
 

@@ -37,7 +37,7 @@ class GradientReduction:
         if self.op is not Average and self.gradient_predivide_factor != 1.0:
             raise ConfigurationError(f"gradient_predivide_factor is for op Average, not {self.op.value}.")
 
-    def arguments(self, name: str | None = None, factor: float = 1.0) -> Arguments:
+    def to_arguments(self, name: str | None = None, factor: float = 1.0) -> Arguments:
         """Return the arguments for the allreduce of the gradients.
 
         Args:

@@ -26,8 +26,8 @@ class HorovodEnvironment:
     fusion_bytes: int = DEFAULT_FUSION_BYTES
     cycle_s: float = DEFAULT_CYCLE_MS / 1e3
     cache_capacity: int = DEFAULT_CACHE_CAPACITY
-    stall_s: float = DEFAULT_STALL_WARNING_S
-    end_s: float | None = None
+    stall_warning_s: float = DEFAULT_STALL_WARNING_S
+    stall_shutdown_s: float | None = None
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> HorovodEnvironment:
@@ -44,6 +44,6 @@ class HorovodEnvironment:
             fusion_bytes=int(parse_number(values, FUSION_THRESHOLD, DEFAULT_FUSION_BYTES, unit="bytes")),
             cycle_s=parse_number(values, CYCLE_TIME, DEFAULT_CYCLE_MS, unit="milliseconds") / 1e3,
             cache_capacity=int(parse_number(values, CACHE_CAPACITY, DEFAULT_CACHE_CAPACITY)),
-            stall_s=collectives.stall_warning_s,
-            end_s=collectives.stall_shutdown_s,
+            stall_warning_s=collectives.stall_warning_s,
+            stall_shutdown_s=collectives.stall_shutdown_s,
         )

@@ -32,7 +32,7 @@ from phalanx.errors import ConfigurationError, LinkTimeoutError, PhalanxError
 from phalanx.horovod import step_reports
 from phalanx.horovod.common.exceptions import HorovodInternalError
 from phalanx.horovod.controller import Controller
-from phalanx.horovod.execution import FusedPart
+from phalanx.horovod.execution import OperationBuffers
 from phalanx.horovod.fusion_autotune import FusionSettings
 from phalanx.horovod.horovod_environment import HorovodEnvironment
 from phalanx.horovod.operation_request import OperationKind, Request
@@ -59,10 +59,10 @@ class HorovodJob:
     def __init__(self, node: Node, environment: HorovodEnvironment):
         self._node = node
         self._environment = environment
-        self._timeout_s = environment.end_s or node.config.timeout_s
+        self._timeout_s = environment.stall_shutdown_s or node.config.timeout_s
         self.controllers: dict[int, Controller] = {}
         self._memberships: dict[int, Membership] = {}  # of the process sets; the node holds the job's
-        self._lost: PhalanxError | None = None  # detected outside of an operation
+        self._loss: PhalanxError | None = None  # detected outside of an operation
         self._pid = os.getpid()  # a fork inherits the links, and must not announce on them that it is leaving
         self.needs_state = False
         self.membership = node.membership
@@ -82,10 +82,10 @@ class HorovodJob:
         return self._node if isinstance(self._node, ElasticNode) else None
 
     @property
-    def lost(self) -> PhalanxError | None:
-        """The loss that ended this generation; None while its members can work together."""
+    def loss(self) -> PhalanxError | None:
+        """The error that ended this generation: a member was lost. None while its members can work together."""
         failures = [controller.failure for controller in self.controllers.values()]
-        return self._lost or next((failure for failure in failures if isinstance(failure, LOSSES)), None)
+        return self._loss or next((failure for failure in failures if isinstance(failure, LOSSES)), None)
 
     def regroup(self) -> None:
         """Leave this generation of an elastic job, and return when this process belongs to the next one.
@@ -97,7 +97,7 @@ class HorovodJob:
         """
         node = self.elastic
         assert node is not None, "only elastic jobs regroup"
-        error = self.lost or PhalanxError("the members of the job change")
+        error = self.loss or PhalanxError("the members of the job change")
         self.abandon(error)
         # Between two operations, programs may be far apart: a member that did not answer may still be reachable.
         node.links.take_unreachable()
@@ -117,22 +117,22 @@ class HorovodJob:
         membership = node.membership
         if config.timeline is not None and not self._has_started and not timeline.current.on:
             timeline_relay.start_recording(node, config.timeline.path, marks_cycles=config.timeline.marks_cycles)
-        self.controllers = {0: self._controller(membership)}
+        self.controllers = {0: self._make_controller(membership)}
         self.membership, self._has_started = membership, True
         if isinstance(node, ElasticNode):
             self.needs_state = node.addresses[membership.rank].needs_state
 
     def abandon(self, error: Exception) -> None:
         """See `Participant.abandon`."""
-        self._end(because=error)
+        self._close_all(error=error)
 
-    def _end(self, *, because: Exception | None = None, flush: bool = False) -> None:
+    def _close_all(self, *, error: Exception | None = None, flush: bool = False) -> None:
         # Controllers first: they announce on the links of the memberships that this process is leaving.
         for controller in self.controllers.values():
-            controller.close(because=because)
+            controller.close(error=error)
         for membership in self._memberships.values():
             membership.close(flush=flush)
-        self.controllers, self._memberships, self._lost = {}, {}, None
+        self.controllers, self._memberships, self._loss = {}, {}, None
 
     @property
     def traffic(self) -> Traffic:
@@ -140,7 +140,7 @@ class HorovodJob:
         # An atomic copy: the program's thread adds and removes process sets.
         statistics = [controller.communicator.statistics for controller in [*self.controllers.values()]]
         sent, on_links = sum(each.bytes_sent for each in statistics), sum(each.bytes_on_links for each in statistics)
-        return Traffic(sent, on_links, step_reports.waited_s())
+        return Traffic(sent, on_links, step_reports.reduction_wait_seconds())
 
     @property
     def has_secret(self) -> bool:
@@ -176,17 +176,19 @@ class HorovodJob:
             if links is not None and listener is not None:
                 listener.register(purpose, links)
             # After this barrier, all members accept links for the purpose, so none dials too early.
-            self._agree(f"add_process_set.{number}", str(list(ranks)))
+            self._barrier_with_detail(f"add_process_set.{number}", str(list(ranks)))
             if links is not None:
                 links.dial(order)
             # All have dialed before any completes: this detects a lost member.
-            self._agree(f"link_process_set.{number}", "")
+            self._barrier_with_detail(f"link_process_set.{number}", "")
             if links is not None:
                 links.complete(order)
                 self._memberships[number] = links.membership
-                self.controllers[number] = self._controller(links.membership, f"collectives of process set {number}")
+                self.controllers[number] = self._make_controller(
+                    links.membership, f"collectives of process set {number}"
+                )
         except (NotFormedError, LinkTimeoutError, *LOSSES) as error:
-            self._lost = error
+            self._loss = error
             raise HorovodInternalError.of(error) from error
         finally:
             if links is not None and listener is not None:
@@ -197,7 +199,7 @@ class HorovodJob:
     def remove_process_set(self, number: int) -> None:
         """Remove a process set; all ranks of the job must call this."""
         # Only after all ranks arrive: closing earlier would fail operations of the set that others wait for.
-        self._agree(f"remove_process_set.{number}", "")
+        self._barrier_with_detail(f"remove_process_set.{number}", "")
         if (controller := self.controllers.pop(number, None)) is not None:
             controller.close()
             self._memberships.pop(number).close()
@@ -220,15 +222,15 @@ class HorovodJob:
         flush = not process_exit.has_failed()
         timeline_relay.stop_recording()
         telemetry.leave()
-        self._end(flush=flush)
+        self._close_all(flush=flush)
         self._node.close(flush=flush)
 
-    def _agree(self, name: str, detail: str) -> None:
+    def _barrier_with_detail(self, name: str, detail: str) -> None:
         request = Request(name, OperationKind.BARRIER.value, detail=detail)
         controller = self.controllers[0]
-        controller.wait(controller.submit(request, FusedPart(()), wake=False))
+        controller.wait(controller.submit(request, OperationBuffers(()), wake=False))
 
-    def _controller(self, membership: Membership, track: str = timeline.COLLECTIVES) -> Controller:
+    def _make_controller(self, membership: Membership, track: str = timeline.COLLECTIVES) -> Controller:
         config, whole = self._node.config.collectives, track == timeline.COLLECTIVES
         communicator = connect(
             membership,
@@ -253,7 +255,7 @@ _job: HorovodJob | None = None
 _lock = threading.Lock()  # protects `_job` while the job is joined or left
 
 
-def current() -> HorovodJob:
+def current_job() -> HorovodJob:
     """Return the job of this process.
 
     Raises: ValueError before `init` (as Horovod's functions do).

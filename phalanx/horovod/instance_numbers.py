@@ -14,10 +14,10 @@ import weakref
 from collections import Counter
 
 from phalanx.horovod.common.process_sets import ProcessSet
-from phalanx.horovod.horovod_job import current, is_joined
+from phalanx.horovod.horovod_job import current_job, is_joined
 
-_given: Counter[tuple[str, int | None]] = Counter()  # numbers assigned so far, by kind and process set
-_early: list[weakref.ref[InstanceNumber]] = []
+_assigned: Counter[tuple[str, int | None]] = Counter()  # numbers assigned so far, by kind and process set
+_created_before_join: list[weakref.ref[InstanceNumber]] = []
 """Instances created before joining the job, when it was unknown whether the job is elastic."""
 
 
@@ -30,8 +30,8 @@ class InstanceNumber:
         self._value: int | None = None
         if not is_joined():
             # A weak reference: in a job of fixed size, this list is never read.
-            _early.append(weakref.ref(self))
-        elif current().elastic is not None:
+            _created_before_join.append(weakref.ref(self))
+        elif current_job().elastic is not None:
             int(self)
 
     @property
@@ -42,22 +42,22 @@ class InstanceNumber:
     def __int__(self) -> int:
         if self._value is None:
             key = self._kind, self._process_set.process_set_id
-            self._value = _given[key]
-            _given[key] += 1
+            self._value = _assigned[key]
+            _assigned[key] += 1
         return self._value
 
 
-def mark() -> dict[tuple[str, int | None], int]:
-    """Return the current counts, for `return_to`."""
-    if current().elastic is not None:
+def snapshot() -> dict[tuple[str, int | None], int]:
+    """Return the current counts, for `restore`."""
+    if current_job().elastic is not None:
         # In the order of creation, like later instances.
-        for number in [number for reference in _early if (number := reference()) is not None]:
+        for number in [number for reference in _created_before_join if (number := reference()) is not None]:
             int(number)
-    _early.clear()
-    return dict(_given)
+    _created_before_join.clear()
+    return dict(_assigned)
 
 
-def return_to(marked: dict[tuple[str, int | None], int]) -> None:
-    """Restore the counts of `mark`, to reuse the numbers assigned since."""
-    _given.clear()
-    _given.update(marked)
+def restore(counts: dict[tuple[str, int | None], int]) -> None:
+    """Restore the counts of `snapshot`, to reuse the numbers assigned since."""
+    _assigned.clear()
+    _assigned.update(counts)

@@ -43,7 +43,7 @@ def _from_array(array: Array) -> Any:
 
 
 _framework = ArrayFramework(__name__, _to_array, _from_array)
-_function = _framework.make_function
+_function = _framework.make_collective_function
 
 allreduce = _function("allreduce")
 allreduce_async = _function("allreduce_async")
@@ -145,7 +145,7 @@ def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, nam
     """
 
     def reduce(present: list[Any]) -> list[Any]:
-        arguments = reduction.arguments(name)
+        arguments = reduction.to_arguments(name)
         return step_reports.report_reduction(
             lambda: _framework.run(OperationKind.ALLREDUCE, present, arguments, reduction.compression)
         )

@@ -19,22 +19,22 @@ from dataclasses import dataclass
 
 import msgspec
 
-from phalanx.horovod.operation_request import HorovodOp, OperationKind, Request, difference
+from phalanx.horovod.operation_request import HorovodOp, OperationKind, Request, describe_mismatch
 
 
 class RankRequests(msgspec.Struct, frozen=True, array_like=True):
     """The operations that one rank waits for.
 
     Attributes:
-        waits_for: Requests, or the numbers of cached ones.
-        joined: Whether the rank has run out of data.
+        requests: Requests, or the numbers of cached ones.
+        has_joined: Whether the rank has run out of data.
         overdue: Names of operations for which it has waited too long, and the seconds. All ranks receive them, so that
             all end in the same round: a rank that used only its own clock could end earlier, and the others would only
             see a lost peer.
     """
 
-    waits_for: list[Request | int]
-    joined: bool = False
+    requests: list[Request | int]
+    has_joined: bool = False
     overdue: dict[str, float] = {}
 
 
@@ -71,7 +71,7 @@ class RequestCache:
     def __getitem__(self, number: int) -> Request:
         return self._requests[number]
 
-    def note(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Add a request on which all ranks have just agreed."""
         if not self.capacity:
             return
@@ -87,29 +87,30 @@ class RequestCache:
         # Even if the name is known: its request may now have another shape.
         self._requests[number] = request
 
-    def resolve(self, requests: RankRequests) -> list[Request]:
+    def resolve(self, rank_requests: RankRequests) -> list[Request]:
         """Return the requests of a rank, including cached ones."""
-        return [self[item] if isinstance(item, int) else item for item in requests.waits_for]
+        return [self[item] if isinstance(item, int) else item for item in rank_requests.requests]
 
 
-def decide(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> list[NegotiationResult]:
+def decide(requests_by_rank: Sequence[Sequence[Request]], joined: Collection[int]) -> list[NegotiationResult]:
     """Return the operations that every rank has requested, in the same order on all ranks.
 
     Args:
-        waits_for: The requests of each rank.
+        requests_by_rank: The requests of each rank.
         joined: Ranks that have run out of data; the others do not wait for them.
     """
     # Insertion order: the requests of rank 0, in its order, then those only of later ranks. Equal on all ranks.
     by_name: dict[str, list[tuple[int, Request]]] = {}
-    for rank, requests in enumerate(waits_for):
+    for rank, requests in enumerate(requests_by_rank):
         for request in requests:
             by_name.setdefault(request.name, []).append((rank, request))
     results = []
     for name, requests_of in by_name.items():
         # A union: another thread of a rank that has joined may also request.
-        if len({rank for rank, _ in requests_of}.union(joined)) == len(waits_for):
+        if len({rank for rank, _ in requests_of}.union(joined)) == len(requests_by_rank):
             request = requests_of[0][1]
-            results.append(NegotiationResult(request, difference(name, requests_of) or refusal_reason(request, joined)))
+            error = describe_mismatch(name, requests_of) or refusal_reason(request, joined)
+            results.append(NegotiationResult(request, error))
     return results
 
 
@@ -126,11 +127,13 @@ def refusal_reason(request: Request, joined: Collection[int]) -> str:
     )
 
 
-def absent_ranks(waits_for: Sequence[Sequence[Request]], joined: Collection[int]) -> dict[str, list[int]]:
+def absent_ranks(requests_by_rank: Sequence[Sequence[Request]], joined: Collection[int]) -> dict[str, list[int]]:
     """Return, for each operation that only some ranks have requested, the ranks that have not."""
-    names = dict.fromkeys(request.name for requests in waits_for for request in requests)
-    asked = [{request.name for request in requests} for requests in waits_for]
-    ranks = {name: [rank for rank, own in enumerate(asked) if name not in own and rank not in joined] for name in names}
+    names = dict.fromkeys(request.name for requests in requests_by_rank for request in requests)
+    requested = [{request.name for request in requests} for requests in requests_by_rank]
+    ranks = {
+        name: [rank for rank, own in enumerate(requested) if name not in own and rank not in joined] for name in names
+    }
     return {name: missing for name, missing in ranks.items() if missing}
 
 
@@ -140,18 +143,18 @@ def fuse(requests: Sequence[Request], threshold: int) -> list[list[Request]]:
     Compatible neighbors share a batch of up to `threshold` bytes; a larger request has a separate batch.
     """
     batches: list[list[Request]] = []
-    room, treatment = 0, None
+    room, batch_key = 0, None
     for request in requests:
-        size, alike = request.nbytes, _treatment(request)
-        if not batches or alike is None or alike != treatment or size > room:
+        size, key = request.nbytes, _fusion_key(request)
+        if not batches or key is None or key != batch_key or size > room:
             batches.append([])
-            room, treatment = threshold, alike
+            room, batch_key = threshold, key
         batches[-1].append(request)
         room -= size
     return batches
 
 
-def _treatment(request: Request) -> tuple[object, ...] | None:
+def _fusion_key(request: Request) -> tuple[object, ...] | None:
     """Return a key that is equal for requests that may share a batch; None for a request that may not."""
     if request.kind == OperationKind.ALLREDUCE:
         return request.kind, request.op, request.prescale, request.postscale

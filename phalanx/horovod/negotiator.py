@@ -50,7 +50,7 @@ class RoundResult(NamedTuple):
 
 
 class Negotiator:
-    """One rank's part in the rounds. Not thread-safe: only the thread that drives the controller uses it.
+    """One rank's part in the rounds. Not thread-safe: only the thread that runs the controller's rounds uses it.
 
     Args:
         communicator: The communicator of the ranks.
@@ -66,7 +66,7 @@ class Negotiator:
         self, communicator: HostCommunicator, environment: HorovodEnvironment, timeout_s: float, names: Sequence[str]
     ):
         self._communicator = communicator
-        self.stalls = StallInspector(environment.stall_s, timeout_s, names)
+        self.stalls = StallInspector(environment.stall_warning_s, timeout_s, names)
         self._cache = RequestCache(environment.cache_capacity)
         # One byte per bit, 0 or 1, whose minimum over the ranks is their `and`. The length is equal on all ranks: if
         # the capacity differs, the first round is a mismatch.
@@ -75,41 +75,41 @@ class Negotiator:
         self._joined: list[int] = []  # in the order of joining
         self._waiting: Mapping[str, OperationHandle] = {}  # of the current round, for messages
         stalls = communicator.runner.stalls
-        stalls.stall_s, stalls.on_stall = environment.stall_s, lambda call, ranks: self._warn_of_absent(ranks)
+        stalls.stall_s, stalls.on_stall = environment.stall_warning_s, lambda call, ranks: self._warn_absent(ranks)
 
-    def negotiate(self, waiting: Mapping[str, OperationHandle], *, joins: bool) -> RoundResult:
+    def negotiate(self, waiting: Mapping[str, OperationHandle], *, is_joining: bool) -> RoundResult:
         """Take part in one round; return when all ranks have.
 
         Args:
             waiting: The operations that this rank waits for, by name.
-            joins: Whether this rank has run out of data.
+            is_joining: Whether this rank has run out of data.
 
         Raises: CollectiveTimeoutError if a rank does not take part, or an operation is overdue.
         """
         if timeline.current.marks_cycles:
             timeline.current.instant(timeline.COLLECTIVES, "CYCLE_START")
         self._waiting = waiting
-        requests = self._write_bits(waiting, joins=joins)
+        requests = self._write_bits(waiting, is_joining=is_joining)
         try:
             self._communicator.all_reduce([self._bits], ReduceOp.MIN, out=[self._merged])
         except CollectiveTimeoutError as error:
-            raise CollectiveTimeoutError(f"{self._awaited()} did not begin: {error}") from error
+            raise CollectiveTimeoutError(f"{self._waiting_names()} did not begin: {error}") from error
         # The merged bits are equal on all ranks, so all take the same branch.
         if not self._merged[_NOTHING_NEW]:
             return self._exchange_requests(
-                waiting, RankRequests(requests, joins, self.stalls.overdue(waiting.values()))
+                waiting, RankRequests(requests, is_joining, self.stalls.overdue(waiting.values()))
             )
         ready = [self._cache[int(number)] for number in np.flatnonzero(self._merged[_FIRST_REQUEST:])]
         return RoundResult(
-            self._note([NegotiationResult(request, refusal_reason(request, self._joined)) for request in ready])
+            self._cache_agreed([NegotiationResult(request, refusal_reason(request, self._joined)) for request in ready])
         )
 
-    def _write_bits(self, waiting: Mapping[str, OperationHandle], *, joins: bool) -> list[Request | int]:
+    def _write_bits(self, waiting: Mapping[str, OperationHandle], *, is_joining: bool) -> list[Request | int]:
         """Set this rank's bits (all if it has joined), and return its requests, by number if cached."""
         # `_joined` holds what all ranks know; until it contains this rank, its join is new.
         has_joined = self._communicator.rank in self._joined
         self._bits[:] = has_joined
-        self._bits[_NOTHING_NEW] = joins == has_joined and not self.stalls.is_due(waiting.values())
+        self._bits[_NOTHING_NEW] = is_joining == has_joined and not self.stalls.needs_full_exchange(waiting.values())
         requests: list[Request | int] = []
         for pending in waiting.values():
             number = self._cache.number_of(pending.request)
@@ -125,7 +125,7 @@ class Negotiator:
         encoded = self._communicator.all_gather_bytes(_encode(own))
         ranks = [_DECODER.decode(item) for item in encoded]
         # Ranks of one round are in rank order, so that the last one is the same on all ranks.
-        self._joined += [rank for rank, each in enumerate(ranks) if each.joined and rank not in self._joined]
+        self._joined += [rank for rank, each in enumerate(ranks) if each.has_joined and rank not in self._joined]
         # Includes the ranks of this round, even if all have joined: requests made before joining wait for no rank.
         joined, last = self._joined, None
         if len(joined) == self._communicator.world_size:
@@ -134,38 +134,38 @@ class Negotiator:
         requested = [self._cache.resolve(each) for each in ranks]
         missing = absent_ranks(requested, joined)
         for stall in self.stalls.inspect(waiting, missing):
-            self._warn(stall.name, {*stall.ranks, *joined}, stall.ranks, "which request other operations")
-        self.stalls.end_overdue([each.overdue for each in ranks], missing)
-        return RoundResult(self._note(decide(requested, joined)), last)
+            self._warn_stalled(stall.name, {*stall.ranks, *joined}, stall.ranks, "which request other operations")
+        self.stalls.raise_if_overdue([each.overdue for each in ranks], missing)
+        return RoundResult(self._cache_agreed(decide(requested, joined)), last)
 
-    def _note(self, results: list[NegotiationResult]) -> list[NegotiationResult]:
+    def _cache_agreed(self, results: list[NegotiationResult]) -> list[NegotiationResult]:
         """Cache the requests that can start, on all ranks, and return the results."""
         for result in results:
             if not result.error:
-                self._cache.note(result.request)
+                self._cache.add(result.request)
         return results
 
-    def _warn_of_absent(self, ranks: Sequence[int]) -> None:
+    def _warn_absent(self, ranks: Sequence[int]) -> None:
         """Warn that a round has waited too long for ranks that request nothing."""
-        self._warn(self._awaited(), set(ranks), ranks, "which have not requested it")
+        self._warn_stalled(self._waiting_names(), set(ranks), ranks, "which have not requested it")
 
-    def _awaited(self) -> str:
+    def _waiting_names(self) -> str:
         """Return the names of the requests that this rank waits for."""
         names = list(self._waiting) or ["join"]
         return ", ".join(names[:_NAMES_IN_MESSAGES]) + (", ..." if len(names) > _NAMES_IN_MESSAGES else "")
 
-    def _warn(self, names: str, silent: Set[int], ranks: Sequence[int], what: str) -> None:
-        """Warn about absent `ranks`, on the first rank that waits: not on `silent` ranks, which do not wait."""
-        if self._communicator.rank != min(set(range(self._communicator.world_size)) - silent, default=0):
+    def _warn_stalled(self, names: str, idle_ranks: Set[int], ranks: Sequence[int], reason: str) -> None:
+        """Warn about absent `ranks`, on the first rank that waits: not on `idle_ranks`, which do not wait."""
+        if self._communicator.rank != min(set(range(self._communicator.world_size)) - idle_ranks, default=0):
             return  # one rank is enough
         _log.warning(
             "stalled for more than %g s: %s waits for %s, %s. The job ends after %g s "
             "(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS).",
-            self.stalls.warn_s,
+            self.stalls.warn_after_s,
             names,
             self.stalls.describe_ranks(ranks),
-            what,
-            self.stalls.end_s,
+            reason,
+            self.stalls.abort_after_s,
         )
 
 

@@ -9,7 +9,7 @@ from phalanx.horovod.exported_names import *  # noqa: F403
 from phalanx.horovod.framework_bindings import ARRAY_FUNCTIONS, ArrayFramework, poll, synchronize
 from phalanx.horovod.operations import barrier, join
 
-_function = ArrayFramework(__name__, native, lambda array: array).make_function
+_function = ArrayFramework(__name__, native, lambda array: array).make_collective_function
 
 allreduce = _function("allreduce")
 allreduce_async = _function("allreduce_async")

@@ -14,7 +14,7 @@ import numpy as np
 from phalanx.config.environment_variables import ENCRYPTION, SECRET
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.horovod_job import current
+from phalanx.horovod.horovod_job import current_job
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.operations import check_name, run
 from phalanx.runtime.pickling import dumps
@@ -35,8 +35,8 @@ def broadcast_object(
 
     Raises: ConfigurationError in a job without a secret, or whose connections are not encrypted.
     """
-    check_trust("broadcast_object")
-    is_root = current().membership.rank == root_rank
+    check_pickle_is_safe("broadcast_object")
+    is_root = current_job().membership.rank == root_rank
     payload = broadcast_bytes(dumps(obj) if is_root else b"", root_rank, name, process_set)
     return obj if is_root else pickle.loads(payload)
 
@@ -53,7 +53,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
     Raises: ConfigurationError in a job without a secret, or whose connections are not encrypted.
     """
-    check_trust("allgather_object")
+    check_pickle_is_safe("allgather_object")
     payload, kind = np.frombuffer(dumps(obj), np.uint8), OperationKind.ALLGATHER
     name = check_name("allgather_object", name) or "allgather_object"
     (sizes,) = run(kind, [np.array([payload.size], np.int64)], name=f"{name}.sizes", process_set=process_set)
@@ -67,14 +67,14 @@ def broadcast_bytes(payload: bytes, root_rank: int, name: str | None, process_se
     root: dict[str, Any] = {"root_rank": root_rank, "process_set": process_set}
     name = check_name("broadcast_object", name) or "broadcast_object"
     (size,) = run(kind, [np.array([len(payload)], np.int64)], name=f"{name}.size", **root)
-    is_root = current().membership.rank == root_rank
+    is_root = current_job().membership.rank == root_rank
     data = np.frombuffer(payload, np.uint8) if is_root else np.empty(int(size[0]), np.uint8)
     return run(kind, [data], name=f"{name}.data", **root)[0].tobytes()
 
 
-def check_trust(function: str) -> None:
-    """Raise ConfigurationError if processes outside the job could choose what is unpickled."""
-    job, why = current(), f"{function} unpickles what other processes send, which lets them run code here."
+def check_pickle_is_safe(function: str) -> None:
+    """Raise ConfigurationError if processes outside the job could choose what `function` unpickles."""
+    job, why = current_job(), f"{function} unpickles what other processes send, which lets them run code here."
     if not job.has_secret:
         raise ConfigurationError(
             f"{why} This job has no secret, so any process could join it. Start it with `phalanx run`, or set {SECRET} "

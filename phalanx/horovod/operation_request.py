@@ -88,7 +88,7 @@ _ON_GRADIENTS = (
 )
 
 
-def difference(name: str, requests: Sequence[tuple[int, Request]]) -> str:
+def describe_mismatch(name: str, requests: Sequence[tuple[int, Request]]) -> str:
     """Describe how the ranks' requests with one name differ; empty if they do not.
 
     Args:

@@ -1,9 +1,9 @@
 """The collectives on NumPy arrays, one table row each.
 
-A row (`Verb`) defines which arrays a collective takes, what all ranks must agree on, and its gradient. `start` starts
-any collective and returns a `PendingResult`; `run` waits for the result. Several arrays in one call form a group: they
-start and travel together. The arrays belong to the operation until it is done. The functions of all frameworks are
-built on these two (`framework_bindings`).
+A row (`CollectiveSpec`) defines which arrays a collective takes, what all ranks must agree on, and its gradient.
+`start` starts any collective and returns a `PendingResult`; `run` waits for the result. Several arrays in one call form
+a group: they start and travel together. The arrays belong to the operation until it is done. The functions of all
+frameworks are built on these two (`framework_bindings`).
 
 Gradients are defined as in Horovod 0.28 for TensorFlow and PyTorch. The gradients of allreduce and alltoall are the
 adjoint operations, which is correct for a loss that is the sum of the ranks' losses. The gradients of allgather and
@@ -29,7 +29,7 @@ from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.horovod import adasum
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.controller import Controller, OperationHandle
-from phalanx.horovod.execution import FusedPart
+from phalanx.horovod.execution import OperationBuffers
 from phalanx.horovod.operation_request import VARYING, Array, HorovodOp, OperationKind, Request, name_of
 
 Average = HorovodOp.AVERAGE
@@ -51,7 +51,7 @@ AUTOMATIC_NAMES = 64
 
 
 class Arguments(msgspec.Struct, frozen=True):
-    """The arguments of a collective, without its arrays. Each verb uses some of them.
+    """The arguments of a collective, without its arrays. Each collective uses some of them.
 
     Attributes:
         name: Identifier among concurrent operations; equal on all ranks. Without a name, the n-th unnamed operation of
@@ -103,7 +103,7 @@ class PendingResult:
         """Wait for the result and return it. Raises HorovodInternalError if the operation failed."""
         if not self._finished:
             self._controller.wait(self._handle)
-            result = self._handle.part.result
+            result = self._handle.buffers.result
             self._result = result if self.finish is None else self.finish(result)
             self._finished = True
         return self._result
@@ -111,7 +111,7 @@ class PendingResult:
     __call__ = wait  # programs call the handle of Horovod's `sparse_allreduce_async` to get its result
 
 
-class Verb(NamedTuple):
+class CollectiveSpec(NamedTuple):
     """A collective: one row of the table.
 
     Attributes:
@@ -119,15 +119,15 @@ class Verb(NamedTuple):
         gradient: Function that computes the gradients of the inputs from the gradients of the results, the arguments,
             and `rows` (see `gradient` below).
         is_reduction: Whether ranks must agree on `op` and the factors.
-        rows_may_differ: Whether the arrays of two ranks may have different numbers of rows.
-        changes_rows: Whether the result can have another number of rows than the input.
+        allows_uneven_rows: Whether the arrays of two ranks may have different numbers of rows.
+        changes_row_count: Whether the result can have another number of rows than the input.
     """
 
     check: Callable[[OperationKind, Sequence[Array], Arguments, int], None]
     gradient: Callable[[Sequence[Array], Arguments, Sequence[int]], list[Array]]
     is_reduction: bool = False
-    rows_may_differ: bool = False
-    changes_rows: bool = False
+    allows_uneven_rows: bool = False
+    changes_row_count: bool = False
 
 
 def start(
@@ -144,7 +144,7 @@ def start(
 
     Args:
         kind: The collective.
-        arrays: Arrays, equal on all ranks in number, dtypes and shapes (except for rows, if the verb lets them vary).
+        arrays: Arrays, equal on all ranks in number, dtypes and shapes (except for rows, if the collective allows it).
         arguments: Arguments that are equal on all ranks, except `splits`.
         outs: Contiguous arrays that receive the result, possibly `arrays` themselves; None for new arrays.
         wake: Whether to wake the background thread; False if the caller waits immediately, which is faster.
@@ -153,29 +153,29 @@ def start(
         ConfigurationError: the arguments are invalid on this rank.
         HorovodInternalError: from `wait`, if the arguments differ between ranks or communication failed.
     """
-    verb, controller = _VERBS[kind], arguments.process_set.controller
+    spec, controller = _COLLECTIVES[kind], arguments.process_set.controller
     ranks = controller.communicator.world_size
-    verb.check(kind, arrays, arguments, ranks)
+    spec.check(kind, arrays, arguments, ranks)
     root, splits = 0, None
     if kind is OperationKind.BROADCAST:
-        root = arguments.process_set.position(int(arguments.root_rank), "root_rank")
+        root = arguments.process_set.index_of(int(arguments.root_rank), "root_rank")
     elif kind is OperationKind.ALLTOALL:
         splits = _row_counts(len(arrays[0]), arguments.splits, ranks)
     request = Request(
         _request_name(controller, kind, arguments.name),
         kind._value_,  # `value` is a Python property, and this path is a large part of a small operation
         tuple([name_of(array.dtype) for array in arrays]),
-        tuple([(VARYING, *array.shape[1:]) if verb.rows_may_differ else array.shape for array in arrays]),
-        arguments.op._value_ if verb.is_reduction else "",
+        tuple([(VARYING, *array.shape[1:]) if spec.allows_uneven_rows else array.shape for array in arrays]),
+        arguments.op._value_ if spec.is_reduction else "",
         root,
-        float(arguments.prescale_factor) if verb.is_reduction else 1.0,
-        float(arguments.postscale_factor) if verb.is_reduction else 1.0,
+        float(arguments.prescale_factor) if spec.is_reduction else 1.0,
+        float(arguments.postscale_factor) if spec.is_reduction else 1.0,
         arguments.detail,
     )
-    part = FusedPart(arrays, outs, splits or ())
+    buffers = OperationBuffers(arrays, outs, splits or ())
     # Automatic names repeat, so an earlier operation of this name may still run. A name that the program uses twice at
     # the same time is an error.
-    handle = controller.submit(request, part, wake=wake, queue=not arguments.name)
+    handle = controller.submit(request, buffers, wake=wake, queue=not arguments.name)
     return PendingResult(controller, handle)
 
 
@@ -201,12 +201,12 @@ def gradient(
 
     Raises: UnsupportedError if the collective has no gradient for this `op`.
     """
-    return _VERBS[kind].gradient(gradients, arguments, rows)
+    return _COLLECTIVES[kind].gradient(gradients, arguments, rows)
 
 
-def changes_rows(kind: OperationKind) -> bool:
+def changes_row_count(kind: OperationKind) -> bool:
     """Return whether a collective's result can have another number of rows than its input."""
-    return _VERBS[kind].changes_rows
+    return _COLLECTIVES[kind].changes_row_count
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
@@ -241,15 +241,15 @@ def check_op(op: HorovodOp | None, average: bool | None = None) -> HorovodOp:
     return op
 
 
-def refuse_second_gradient(*_: object) -> None:
-    """Replace the gradient of a gradient, which only allreduce has. Raises: UnsupportedError."""
+def raise_on_second_gradient(*_: object) -> None:
+    """Raise UnsupportedError, in place of the gradient of a gradient, which only allreduce has."""
     raise UnsupportedError(
         "A gradient of the gradient of an allgather, broadcast, alltoall, reducescatter or SyncBatchNorm is not "
         "supported; of an allreduce it is."
     )
 
 
-# ------------------------------------------------------------------------------------------------- the verbs' checks
+# ----------------------------------------------------------------------------------------------- checks of arguments
 
 
 def _check_allreduce(kind: OperationKind, arrays: Sequence[Array], arguments: Arguments, ranks: int) -> None:
@@ -328,7 +328,7 @@ def _request_name(controller: Controller, kind: OperationKind, given: str | None
     return f"{kind}.noname.{next(counters.setdefault(kind._value_, itertools.count())) % AUTOMATIC_NAMES}"
 
 
-# ---------------------------------------------------------------------------------------------- the verbs' gradients
+# ---------------------------------------------------------------------------------------------------------- gradients
 
 
 def check_differentiable(arguments: Arguments) -> None:
@@ -360,7 +360,7 @@ def _gradient_of_allgather(gradients: Sequence[Array], arguments: Arguments, row
 
 def _gradient_of_broadcast(gradients: Sequence[Array], arguments: Arguments, _: Sequence[int]) -> list[Array]:
     merged, process_set = _average(gradients, arguments), arguments.process_set
-    is_root = process_set.rank() == process_set.position(arguments.root_rank, "root_rank")
+    is_root = process_set.rank() == process_set.index_of(arguments.root_rank, "root_rank")
     return merged if is_root else [np.zeros_like(each) for each in merged]
 
 
@@ -382,13 +382,17 @@ def _gradient_of_reducescatter(gradients: Sequence[Array], arguments: Arguments,
     return run(OperationKind.ALLGATHER, scaled, name=arguments.name, process_set=arguments.process_set)
 
 
-_VERBS = {
-    OperationKind.ALLREDUCE: Verb(_check_allreduce, _gradient_of_allreduce, is_reduction=True),
-    OperationKind.ALLGATHER: Verb(_check_rows, _gradient_of_allgather, rows_may_differ=True, changes_rows=True),
-    OperationKind.BROADCAST: Verb(_check_numbers, _gradient_of_broadcast),
-    OperationKind.ALLTOALL: Verb(_check_rows, _gradient_of_alltoall, rows_may_differ=True, changes_rows=True),
-    OperationKind.REDUCESCATTER: Verb(
-        _check_reducescatter, _gradient_of_reducescatter, is_reduction=True, changes_rows=True
+_COLLECTIVES = {
+    OperationKind.ALLREDUCE: CollectiveSpec(_check_allreduce, _gradient_of_allreduce, is_reduction=True),
+    OperationKind.ALLGATHER: CollectiveSpec(
+        _check_rows, _gradient_of_allgather, allows_uneven_rows=True, changes_row_count=True
     ),
-    OperationKind.BARRIER: Verb(_check_numbers, lambda *_: []),
+    OperationKind.BROADCAST: CollectiveSpec(_check_numbers, _gradient_of_broadcast),
+    OperationKind.ALLTOALL: CollectiveSpec(
+        _check_rows, _gradient_of_alltoall, allows_uneven_rows=True, changes_row_count=True
+    ),
+    OperationKind.REDUCESCATTER: CollectiveSpec(
+        _check_reducescatter, _gradient_of_reducescatter, is_reduction=True, changes_row_count=True
+    ),
+    OperationKind.BARRIER: CollectiveSpec(_check_numbers, lambda *_: []),
 }

@@ -27,27 +27,31 @@ class StallInspector:
     """Watches the operations that one rank waits for.
 
     Args:
-        warn_s: Seconds after which the absent ranks are named, once for each request of an operation.
-        end_s: Seconds after which the job ends.
+        warn_after_s: Seconds after which the absent ranks are named, once for each request of an operation.
+        abort_after_s: Seconds after which the job ends.
         names: Names of the ranks, for messages.
         clock: Function that returns the time in seconds; replaced by tests.
     """
 
     def __init__(
-        self, warn_s: float, end_s: float, names: Sequence[str], clock: Callable[[], float] = time.monotonic
+        self,
+        warn_after_s: float,
+        abort_after_s: float,
+        names: Sequence[str],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.warn_s = warn_s
-        self.end_s = end_s
+        self.warn_after_s = warn_after_s
+        self.abort_after_s = abort_after_s
         self._names = names
         self._clock = clock
-        # Unfinished operations whose absent ranks have been found. Without it, `is_due` would be true in every round
-        # after `warn_s`, and each would exchange all requests.
+        # Unfinished operations whose absent ranks have been found. Without it, `needs_full_exchange` would be true in
+        # every round after `warn_after_s`, and each would exchange all requests.
         self._warned: set[str] = set()
 
-    def is_due(self, waiting: Iterable[OperationHandle]) -> bool:
+    def needs_full_exchange(self, waiting: Iterable[OperationHandle]) -> bool:
         """Return whether an operation has waited so long that all ranks should send their requests in full."""
         now = self._clock()
-        warn, end = now - self.warn_s, now - self.end_s
+        warn, end = now - self.warn_after_s, now - self.abort_after_s
         return any(
             pending.requested_at < end or (pending.requested_at < warn and pending.request.name not in self._warned)
             for pending in waiting
@@ -64,19 +68,22 @@ class StallInspector:
         stalls = []
         for name, ranks in absent.items():
             pending = waiting.get(name)
-            if pending is None or name in self._warned or now - pending.requested_at <= self.warn_s:
+            if pending is None or name in self._warned or now - pending.requested_at <= self.warn_after_s:
                 continue
             self._warned.add(name)
             stalls.append(Stall(name, ranks))
         return stalls
 
     def overdue(self, waiting: Iterable[OperationHandle]) -> dict[str, float]:
-        """Return the names of operations that have waited longer than `end_s`, with the seconds; sent to all ranks."""
+        """Return the names of operations that have waited longer than `abort_after_s`, with the seconds.
+
+        The result is sent to all ranks.
+        """
         now = self._clock()
         waited = {pending.request.name: now - pending.requested_at for pending in waiting}
-        return {name: seconds for name, seconds in waited.items() if seconds > self.end_s}
+        return {name: seconds for name, seconds in waited.items() if seconds > self.abort_after_s}
 
-    def end_overdue(self, overdue: Sequence[Mapping[str, float]], absent: Mapping[str, Sequence[int]]) -> None:
+    def raise_if_overdue(self, overdue: Sequence[Mapping[str, float]], absent: Mapping[str, Sequence[int]]) -> None:
         """End the job, on all ranks in the same round, if an operation has waited too long on any of them.
 
         Args:

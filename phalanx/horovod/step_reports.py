@@ -17,30 +17,30 @@ from phalanx.runtime import progress
 
 T = TypeVar("T")
 _numbers = itertools.count()
-_waited_s = 0.0
+_reduction_wait_s = 0.0
 _in_function = False  # for all threads: TensorFlow calls the host in a separate one
 
 
-def waited_s() -> float:
+def reduction_wait_seconds() -> float:
     """Return the seconds that this process has spent in the reductions of its updates."""
-    return _waited_s
+    return _reduction_wait_s
 
 
-def report_reduction(merge: Callable[[], T], *, applied: bool = False) -> T:
+def report_reduction(merge: Callable[[], T], *, applies_next: bool = False) -> T:
     """Call a function that reduces the gradients of one update, and return its result.
 
     Args:
         merge: The function.
-        applied: Whether the caller applies the gradients next, and ends the step in the timeline.
+        applies_next:Whether the caller applies the gradients next, and ends the step in the timeline.
     """
-    global _waited_s
+    global _reduction_wait_s
     progress.report("all_reduce", step=next(_numbers))
     began = time.perf_counter()
     timeline.current.enter("merge")
     result = merge()
-    _waited_s += time.perf_counter() - began
+    _reduction_wait_s += time.perf_counter() - began
     progress.enter("update")
-    if applied or _in_function:
+    if applies_next or _in_function:
         timeline.current.enter("apply")
     else:
         timeline.current.leave()

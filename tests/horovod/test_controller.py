@@ -19,7 +19,7 @@ from phalanx.errors import CollectiveTimeoutError, PeerLostError
 from phalanx.horovod import controller as controller_module
 from phalanx.horovod.common.exceptions import HorovodInternalError
 from phalanx.horovod.controller import Controller
-from phalanx.horovod.execution import FusedPart
+from phalanx.horovod.execution import OperationBuffers
 from phalanx.horovod.horovod_environment import HorovodEnvironment
 from phalanx.horovod.operation_request import Request
 from tests.support.processes import run_ranks, values
@@ -40,12 +40,12 @@ class Rank:
 
     def start(self, name: str, *, wake: bool = True) -> Any:
         request = Request(name, "allreduce", ("float64",), ((2,),), "Sum")
-        return self.controller.submit(request, FusedPart([np.ones(2)]), wake=wake)
+        return self.controller.submit(request, OperationBuffers([np.ones(2)]), wake=wake)
 
     def merge(self, name: str) -> Any:
         handle = self.start(name, wake=False)
         self.controller.wait(handle)
-        return handle.part.result[0].tolist()
+        return handle.buffers.result[0].tolist()
 
 
 def run(body: Callable[[Rank], Any], size: int = 2, *, timeout_s: float = 20.0, **knobs: Any) -> list[Any]:
@@ -73,7 +73,7 @@ def test_a_rank_that_does_not_come_is_named_once_and_then_it_goes_on() -> None:
         result = rank.merge("late")
         return result, rank.warnings
 
-    (result, warnings), (_, silent) = values(run(body, stall_s=1.0))
+    (result, warnings), (_, silent) = values(run(body, stall_warning_s=1.0))
     os.close(read)
     os.close(write)
     assert result == [2.0, 2.0]
@@ -115,7 +115,7 @@ def test_ranks_that_ask_for_different_things_are_named_and_the_job_ends_after_th
             return str(error), error.exit_code, type(error.__cause__).__name__, rank.warnings
         return None
 
-    outcomes = values(run(body, stall_s=0.2, timeout_s=3.0))
+    outcomes = values(run(body, stall_warning_s=0.2, timeout_s=3.0))
     texts = [outcome[0] for outcome in outcomes]
     assert len(set(texts)) == 1, "all ranks draw the same conclusion in the same round"
     assert "has waited" in texts[0]
@@ -132,7 +132,7 @@ def test_a_rank_that_waits_itself_warns_where_the_first_one_has_joined() -> None
             rank.controller.join() if rank.number == 0 else rank.merge("left" if rank.number == 1 else "right")
         return rank.warnings
 
-    joined, left, right = values(run(body, 3, stall_s=0.2, timeout_s=3.0))
+    joined, left, right = values(run(body, 3, stall_warning_s=0.2, timeout_s=3.0))
     assert not joined
     assert any("left waits for rank 2 (worker/2), which request other operations" in one for one in left)
     assert any("right waits for rank 1 (worker/1)" in one for one in right)
@@ -146,7 +146,7 @@ def test_an_operation_that_was_requested_before_the_last_rank_joins_is_not_lost(
         if handle is None:
             return None
         rank.controller.wait(handle)
-        return handle.part.result[0].tolist()
+        return handle.buffers.result[0].tolist()
 
     assert values(run(body, timeout_s=5.0)) == [[1.0, 1.0], None]
 
@@ -230,7 +230,7 @@ def test_without_a_cache_and_with_a_tiny_one_results_are_the_same() -> None:
         return found
 
     for capacity in (0, 2):
-        assert values(run(body, 3, cache_capacity=capacity, stall_s=math.inf)) == [[[3.0] * 6] * 3] * 3
+        assert values(run(body, 3, cache_capacity=capacity, stall_warning_s=math.inf)) == [[[3.0] * 6] * 3] * 3
 
 
 def test_threads_of_a_program_may_ask_at_the_same_time() -> None:

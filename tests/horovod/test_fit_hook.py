@@ -16,7 +16,7 @@ def test_a_reduction_that_overflows_leaves_the_batch_out_as_a_gradient_does() ->
     gradients = [np.full(2, 3e38, np.float32)]
     layout = StepLayout.of(gradients, [MergeWeight.GRADIENT])
     for accumulated, overflows in ((gradients, True), ([np.ones(2, np.float32)], False), (None, False)):
-        with merge.adding(accumulated), np.errstate(over="ignore"):
+        with merge.with_accumulated(accumulated), np.errstate(over="ignore"):
             (reduced,) = merge(layout, gradients, 1.0)
         assert np.isinf(reduced).all() == overflows
         assert merge.has_overflowed == overflows, "else what was accumulated before would be lost with the update"

@@ -7,7 +7,7 @@ import pytest
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.horovod_environment import HorovodEnvironment
 from phalanx.horovod.negotiation import RankRequests, RequestCache, absent_ranks, decide, fuse
-from phalanx.horovod.operation_request import HorovodOp, OperationKind, Request, difference
+from phalanx.horovod.operation_request import HorovodOp, OperationKind, Request, describe_mismatch
 
 
 def request(name: str, shape=(2,), kind=OperationKind.ALLREDUCE, op=HorovodOp.SUM, dtype="float32", **more) -> Request:
@@ -49,24 +49,24 @@ def test_nobody_waits_for_a_rank_that_has_joined() -> None:
     ],
 )
 def test_a_difference_names_both_sides(other: Request, words: str) -> None:
-    assert words in difference("a", [(0, A), (1, other)])
+    assert words in describe_mismatch("a", [(0, A), (1, other)])
     (verdict,) = decide([[A], [other]], joined=())
     assert words in verdict.error
-    assert difference("a", [(0, A), (1, request("a"))]) == ""
+    assert describe_mismatch("a", [(0, A), (1, request("a"))]) == ""
 
 
 def test_the_root_of_a_broadcast_must_be_the_same() -> None:
     roots = [request("a", kind=OperationKind.BROADCAST, root=root) for root in (0, 1)]
-    assert "Mismatched root ranks" in difference("a", list(enumerate(roots)))
+    assert "Mismatched root ranks" in describe_mismatch("a", list(enumerate(roots)))
 
 
 def test_what_was_agreed_on_has_a_number_until_it_changes() -> None:
     cache = RequestCache(capacity=2)
     for each in (A, B):
-        cache.note(each)
+        cache.add(each)
     assert (cache.number_of(A), cache.number_of(B), cache.number_of(C)) == (0, 1, None)
     assert cache.number_of(request("a", shape=(3,))) is None
-    cache.note(request("a", shape=(3,)))
+    cache.add(request("a", shape=(3,)))
     assert cache.number_of(A) is None
     assert cache.number_of(request("a", shape=(3,))) == 0
     assert cache.resolve(RankRequests([0, C])) == [request("a", shape=(3,)), C]
@@ -75,10 +75,10 @@ def test_what_was_agreed_on_has_a_number_until_it_changes() -> None:
 def test_what_was_used_longest_ago_is_forgotten_first() -> None:
     cache = RequestCache(capacity=2)
     for each in (A, B, A, C):
-        cache.note(each)
+        cache.add(each)
     assert (cache.number_of(A), cache.number_of(B), cache.number_of(C)) == (0, None, 1)
     nothing = RequestCache(capacity=0)
-    nothing.note(A)
+    nothing.add(A)
     assert nothing.number_of(A) is None
 
 
@@ -109,6 +109,6 @@ def test_knobs_are_horovods_variables() -> None:
     )
     assert knobs == HorovodEnvironment(1024, 0.005, 0, 10.0, 20.0)
     assert HorovodEnvironment.from_environment({}) == HorovodEnvironment()
-    assert HorovodEnvironment.from_environment({"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_s == float("inf")
+    assert HorovodEnvironment.from_environment({"HOROVOD_STALL_CHECK_DISABLE": "1"}).stall_warning_s == float("inf")
     with pytest.raises(ConfigurationError, match="HOROVOD_CYCLE_TIME='soon'"):
         HorovodEnvironment.from_environment({"HOROVOD_CYCLE_TIME": "soon"})

@@ -44,12 +44,12 @@ def inspector(clock: Clock) -> StallInspector:
 def test_who_does_not_come_is_named_once_after_the_first_limit(inspector: StallInspector, clock: Clock) -> None:
     waiting, absent = {"grad": asked("grad", clock.now)}, {"grad": [1, 2]}
     clock.now += 59.0
-    assert not inspector.is_due(waiting.values())
+    assert not inspector.needs_full_exchange(waiting.values())
     assert inspector.inspect(waiting, absent) == []
     clock.now += 2.0
-    assert inspector.is_due(waiting.values())
+    assert inspector.needs_full_exchange(waiting.values())
     assert inspector.inspect(waiting, absent) == [Stall("grad", [1, 2])]
-    assert not inspector.is_due(waiting.values())
+    assert not inspector.needs_full_exchange(waiting.values())
     assert inspector.inspect(waiting, absent) == []
     assert inspector.describe_ranks([1, 2]) == "rank 1 (worker/1) and rank 2 (worker/2)"
 
@@ -61,20 +61,20 @@ def test_the_job_ends_after_the_second_limit_of_any_rank_with_the_names(
     clock.now += 61.0
     assert inspector.inspect(waiting, absent) != []
     clock.now += 538.0
-    assert not inspector.is_due(waiting.values())
+    assert not inspector.needs_full_exchange(waiting.values())
     assert inspector.overdue(waiting.values()) == {}
     clock.now += 2.0
-    assert inspector.is_due(waiting.values())
+    assert inspector.needs_full_exchange(waiting.values())
     overdue = inspector.overdue(waiting.values())
     assert overdue == {"grad": 601.0}
     with pytest.raises(
         CollectiveTimeoutError, match=r"'grad' has waited 601 s on rank 1 \(worker/1\) for rank 2 \(worker/2\)"
     ):
-        inspector.end_overdue([{}, overdue, {}], absent)
+        inspector.raise_if_overdue([{}, overdue, {}], absent)
 
 
 def test_what_has_come_meanwhile_is_not_overdue(inspector: StallInspector) -> None:
-    inspector.end_overdue([{"grad": 601.0}, {}, {}], {"other": [2]})
+    inspector.raise_if_overdue([{"grad": 601.0}, {}, {}], {"other": [2]})
 
 
 def test_an_operation_that_came_may_be_warned_of_again(inspector: StallInspector, clock: Clock) -> None:
@@ -94,8 +94,8 @@ def test_without_warnings_the_end_comes_all_the_same(clock: Clock) -> None:
     inspector = StallInspector(math.inf, 5.0, NAMES, clock)
     waiting = {"grad": asked("grad", clock.now)}
     clock.now += 4.0
-    assert not inspector.is_due(waiting.values())
+    assert not inspector.needs_full_exchange(waiting.values())
     clock.now += 2.0
-    assert inspector.is_due(waiting.values())
+    assert inspector.needs_full_exchange(waiting.values())
     assert inspector.inspect(waiting, {"grad": [1]}) == []
     assert inspector.overdue(waiting.values()) == {"grad": 6.0}

@@ -20,7 +20,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_each_merge_is_told_as_a_step_and_what_it_waited_is_known(record: Path) -> None:
-    before_s = step_reports.waited_s()
+    before_s = step_reports.reduction_wait_seconds()
     told = []
     for _ in range(3):
         assert step_reports.report_reduction(lambda: "merged") == "merged"
@@ -31,7 +31,7 @@ def test_each_merge_is_told_as_a_step_and_what_it_waited_is_known(record: Path) 
     assert last is not None
     assert (last.epoch, last.step) == (None, told[-1])
     assert Telemetry().measure().steps == 3
-    assert step_reports.waited_s() > before_s
+    assert step_reports.reduction_wait_seconds() > before_s
 
 
 def test_a_merge_that_waits_is_told_before_it_begins(record: Path) -> None:

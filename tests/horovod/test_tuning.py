@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phalanx.collectives.autotune.trial_search import TrialSearch
-from phalanx.horovod.fusion_autotune import ROUNDS_BEFORE, FusionAutotuner, FusionSettings
+from phalanx.horovod.fusion_autotune import WARMUP_ROUNDS, FusionAutotuner, FusionSettings
 
 DEFAULT = FusionSettings(64 * 2**20, 1e-3)
 ROUNDS_BOUND = 2000
@@ -23,7 +23,7 @@ def run(cost: Callable[[FusionSettings], float]) -> tuple[TrialSearch[FusionSett
         if tuner.is_finished:
             (search,) = told
             return search, tuner.settings, rounds
-        now += cost(tuner.settings) if rounds > ROUNDS_BEFORE else 100.0
+        now += cost(tuner.settings) if rounds > WARMUP_ROUNDS else 100.0
         tuner.record_round(1000)
     raise AssertionError("the search does not end")
 
@@ -31,7 +31,7 @@ def run(cost: Callable[[FusionSettings], float]) -> tuple[TrialSearch[FusionSett
 def test_a_better_threshold_and_cycle_are_found_and_told_once() -> None:
     search, present, rounds = run(lambda fusion: (0.5 if fusion.threshold == 4 * 2**20 else 1.0) + fusion.cycle_s * 100)
     assert present == search.choice == FusionSettings(4 * 2**20, 0.2e-3)
-    assert rounds > ROUNDS_BEFORE
+    assert rounds > WARMUP_ROUNDS
 
 
 def test_where_nothing_is_better_the_default_stays() -> None:

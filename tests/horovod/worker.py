@@ -22,7 +22,7 @@ def main(framework: str, folder: Path, names: list[str]) -> None:
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     cases = importlib.import_module(f"tests.horovod.cases.{framework}")
     from phalanx.horovod import object_collectives
-    from phalanx.horovod.horovod_job import current
+    from phalanx.horovod.horovod_job import current_job
 
     cases.hvd.init()
     for name in names:
@@ -33,7 +33,7 @@ def main(framework: str, folder: Path, names: list[str]) -> None:
             text = f"{SKIPPED} {skipped}"
         except BaseException:
             text = traceback.format_exc()
-        (folder / f"{name}.{current().membership.rank}").write_text(text)
+        (folder / f"{name}.{current_job().membership.rank}").write_text(text)
         # Who alone failed in the middle of a case may be out of step with the others.
         if len(set(object_collectives.allgather_object(bool(text), name=f"case.{name}"))) > 1:
             return

@@ -14,7 +14,7 @@ from phalanx.horovod.horovod_job import HorovodJob
 
 
 class Job:
-    """What `check_trust` asks of a job, with the answers of the real one."""
+    """What `check_pickle_is_safe` asks of a job, with the answers of the real one."""
 
     has_secret, is_protected = HorovodJob.has_secret, HorovodJob.is_protected
 
@@ -25,8 +25,8 @@ class Job:
 
 
 def check_trust(monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
-    monkeypatch.setattr(object_collectives, "current", lambda: job)
-    object_collectives.check_trust("broadcast_object")
+    monkeypatch.setattr(object_collectives, "current_job", lambda: job)
+    object_collectives.check_pickle_is_safe("broadcast_object")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.controller import Controller
-from phalanx.horovod.horovod_job import current
+from phalanx.horovod.horovod_job import current_job
 
 
 class ProcessSet:
@@ -39,7 +39,7 @@ class ProcessSet:
     def rank(self) -> int:
         """Return this process's number among the members. Raises ValueError if it is not a member."""
         self.check_registered()
-        own = current().membership.rank
+        own = current_job().membership.rank
         if own not in self.ranks:
             raise ValueError(f"rank {own} is no member of {self}.")
         return self.ranks.index(own)
@@ -47,9 +47,9 @@ class ProcessSet:
     def included(self) -> bool:
         """Return whether this process is a member."""
         self.check_registered()
-        return current().membership.rank in self.ranks
+        return current_job().membership.rank in self.ranks
 
-    def position(self, rank: int, what: str) -> int:
+    def index_of(self, rank: int, what: str) -> int:
         """Return the number of a rank of the job among the members.
 
         Args:
@@ -65,7 +65,7 @@ class ProcessSet:
     @property
     def controller(self) -> Controller:
         """The controller that runs the collectives. Raises ConfigurationError if this process is not a member."""
-        job = current()
+        job = current_job()
         controller = job.controllers.get(self.check_registered())
         if controller is None:
             raise ConfigurationError(
@@ -75,7 +75,7 @@ class ProcessSet:
 
     def check_registered(self) -> int:
         """Return the number of the process set. Raises ConfigurationError if it is not registered."""
-        current()  # raises before `init`
+        current_job()  # raises before `init`
         if self.process_set_id is None or _registered.get(self.process_set_id) != self:
             raise ConfigurationError(f"{self} is not registered; call hvd.add_process_set on all ranks first.")
         return self.process_set_id
@@ -129,7 +129,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def add_process_sets(process_sets: Iterable[ProcessSet | Sequence[int]]) -> list[ProcessSet]:
     """Register several process sets, see `add_process_set`; after a ConfigurationError, none of them is registered."""
     wanted = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in process_sets]
-    job, known = current(), list(_registered.values())
+    job, known = current_job(), list(_registered.values())
     for process_set in wanted:
         _check_addable(process_set, known, job.membership.world_size)
         known.append(process_set)
@@ -164,7 +164,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if not number or _registered.get(number) is not process_set:
         return False
-    current().remove_process_set(number)
+    current_job().remove_process_set(number)
     del _registered[number]
     process_set.process_set_id = None
     return True
@@ -172,18 +172,18 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """Return the ranks of all registered process sets, by number."""
-    current()
+    current_job()
     return {number: list(process_set.ranks) for number, process_set in _registered.items()}
 
 
-def begin(world_size: int) -> None:
+def reset_for_job(world_size: int) -> None:
     """Initialize the global process set, after the job has been joined."""
     global _numbers
     global_process_set.ranks = list(range(world_size))
     _numbers = itertools.count(1)
 
 
-def end() -> None:
+def unregister_all() -> None:
     """Unregister all process sets except the global one, before leaving the job."""
     for process_set in _registered.values():
         if process_set is not global_process_set:

@@ -15,7 +15,7 @@ from phalanx.elastic.generation_loop import is_caused_by, run_until_complete
 from phalanx.horovod import basics, instance_numbers
 from phalanx.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from phalanx.horovod.elastic.object_state import State
-from phalanx.horovod.horovod_job import current
+from phalanx.horovod.horovod_job import current_job
 
 T = TypeVar("T")
 
@@ -44,21 +44,21 @@ class _HorovodProgram:
 
     def __init__(self, state: State):
         self._state = state
-        self._numbers = instance_numbers.mark()  # before the first call, with which a late member starts
+        self._numbers = instance_numbers.snapshot()  # before the first call, with which a late member starts
 
     def synchronize(self, *, has_changed: bool) -> None:
         if has_changed:
             self._state.on_reset()
         self._state.sync()
-        current().needs_state = False
+        current_job().needs_state = False
 
     def recover(self, error: Exception) -> bool:
-        job = current()
+        job = current_job()
         if not isinstance(error, HostsUpdatedInterrupt):  # otherwise, the state was saved before the interrupt
             # Differing arguments also raise HorovodInternalError; without a loss, a retry would raise it again.
-            if job.elastic is None or job.lost is None or not is_caused_by(error, HorovodInternalError):
+            if job.elastic is None or job.loss is None or not is_caused_by(error, HorovodInternalError):
                 return False
             self._state.restore()
         basics.regroup()
-        instance_numbers.return_to(self._numbers)
+        instance_numbers.restore(self._numbers)
         return True

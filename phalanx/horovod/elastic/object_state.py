@@ -14,7 +14,7 @@ import numpy as np
 
 from phalanx.horovod import basics, operations
 from phalanx.horovod.common.exceptions import HostsUpdatedInterrupt
-from phalanx.horovod.horovod_job import current
+from phalanx.horovod.horovod_job import current_job
 from phalanx.horovod.object_collectives import broadcast_object
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.operations import Max
@@ -63,7 +63,7 @@ class State:
 
         Raises: HostsUpdatedInterrupt on all members if so.
         """
-        node = current().elastic
+        node = current_job().elastic
         if node is None:
             return
         # The request reaches members at different times: when one has it, all act on it after the same commit.

@@ -11,7 +11,7 @@ import numpy as np
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import basics, operations
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.horovod_job import current
+from phalanx.horovod.horovod_job import current_job
 from phalanx.horovod.keras.keras_functions import broadcast_variables
 from phalanx.horovod.operation_request import OperationKind
 
@@ -50,7 +50,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         model = self.model
         # A member that has joined an elastic job since then did not take part in the last broadcast.
-        generation = current().membership.generation
+        generation = current_job().membership.generation
         self.broadcast_done = self.broadcast_done and generation == self._generation
         self._generation = generation
         if model.built:

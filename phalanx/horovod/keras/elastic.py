@@ -50,23 +50,23 @@ class KerasState(ObjectState):
         if self.optimizer is not None and not self.optimizer.built:
             self.optimizer.build(model.trainable_variables)
         super().__init__(**kwargs)
-        self._keep()
+        self._snapshot()
 
     def save(self) -> None:
         """See `State.save`. It copies the model; if that is slow, save only every few batches."""
-        self._keep()
+        self._snapshot()
         super().save()
 
     def restore(self) -> None:
         """See `State.restore`."""
-        self._put_back()
+        self._restore_snapshot()
         super().restore()
 
     def on_reset(self) -> None:
         """See `State.on_reset`."""
         # An exception has ended `fit`. On JAX, Keras then overwrites the weights with the averages of `use_ema`. The
         # saved weights are from before that.
-        self._put_back()
+        self._restore_snapshot()
         super().on_reset()
 
     def sync(self) -> None:
@@ -74,14 +74,14 @@ class KerasState(ObjectState):
         sync_jax_state(self.model)
         broadcast_variables([v for v in self._variables() if "seed_generator_state" not in v.path], 0)
         super().sync()
-        self._keep()
+        self._snapshot()
 
-    def _put_back(self) -> None:
+    def _restore_snapshot(self) -> None:
         sync_jax_state(self.model)
         for variable, array in zip(self._variables(), self._saved, strict=True):
             variable.assign(array)
 
-    def _keep(self) -> None:
+    def _snapshot(self) -> None:
         sync_jax_state(self.model)
         self._saved: list[Array] = [host_copy(v) for v in self._variables()]
 
@@ -91,7 +91,7 @@ class KerasState(ObjectState):
         return list(found.values())
 
 
-class _Progress(keras.callbacks.Callback):  # type: ignore[misc]
+class _StateUpdater(keras.callbacks.Callback):  # type: ignore[misc]
     """Keeps a value of the state up to date; a commit updates it first.
 
     Attributes:
@@ -105,7 +105,7 @@ class _Progress(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         # Programs create new callbacks for each `fit`: the newest of each kind counts.
-        registered = vars(self.state).setdefault("_progress", [])
+        registered = vars(self.state).setdefault("_updaters", [])
         registered[:] = [*(each for each in registered if type(each) is not type(self)), self]
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -152,20 +152,20 @@ class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
     def _is_last(self, batch: int) -> bool:
         """Return whether the epoch ends with this batch; False if Keras does not know."""
         steps = (self.params or {}).get("steps")
-        before = max((progress.batches_before for progress in self._progress()), default=0)
+        before = max((updater.batches_before for updater in self._updaters()), default=0)
         return steps is not None and before + batch + 1 >= steps
 
     def _commit(self, batch: int | None) -> None:
-        for progress in self._progress():
-            progress.update(batch)
+        for updater in self._updaters():
+            updater.update(batch)
         self.state.commit()
 
-    def _progress(self) -> list[_Progress]:
-        registered: list[_Progress] = vars(self.state).get("_progress", [])
+    def _updaters(self) -> list[_StateUpdater]:
+        registered: list[_StateUpdater] = vars(self.state).get("_updaters", [])
         return registered
 
 
-class UpdateBatchStateCallback(_Progress):
+class UpdateBatchStateCallback(_StateUpdater):
     """Sets `state.batch` to the number of completed batches of the epoch; 0 between epochs.
 
     If Keras knows the number of batches in an epoch, the first epoch of a resumed `fit` is shorter by the completed
@@ -201,7 +201,7 @@ class UpdateBatchStateCallback(_Progress):
         self.state.batch = 0 if batch is None else self.batches_before + batch + 1
 
 
-class UpdateEpochStateCallback(_Progress):
+class UpdateEpochStateCallback(_StateUpdater):
     """Sets `state.epoch` to the number of completed epochs.
 
     Args:

@@ -39,14 +39,14 @@ def install() -> None:
 
 def _train_function(model: Any, make: Callable[[], None]) -> Callable[..., Any] | None:
     """Return the train function for `fit`; None for the one that Keras builds (`make`)."""
-    from phalanx.horovod.keras.keras_optimizer import settle_reduction
+    from phalanx.horovod.keras.keras_optimizer import place_reduction
 
-    reduction = settle_reduction(model.optimizer)
+    reduction = place_reduction(model.optimizer)
     if reduction is None or model_dispatch.member_of(model) is not None:
         return None
     backend = keras.backend.backend()
     if backend == "jax":
-        return _JaxFunction(model, reduction)
+        return _JaxTrainFunction(model, reduction)
     with _without_xla(model) if backend == "tensorflow" else contextlib.nullcontext():
         make()
     return step_reports.record_train_function(model.train_function)
@@ -62,7 +62,7 @@ def _without_xla(model: Any) -> Iterator[None]:
         model.jit_compile = before
 
 
-class _JaxFunction:
+class _JaxTrainFunction:
     """Replaces Keras's train function on JAX: `(state, iterator) -> (logs, state)`."""
 
     def __init__(self, model: Any, reduction: Any) -> None:
@@ -107,10 +107,10 @@ class _JaxFunction:
         if self._accumulation.steps == 1:
             self._engine.train(data, 1.0)
             return
-        with self._accumulation.taken(self._model) as accumulated, self._merge.adding(accumulated):
+        with self._accumulation.take_at_update(self._model) as accumulated, self._merge.with_accumulated(accumulated):
             self._engine.train(data, 1.0)
         if self._merge.has_overflowed:
-            self._accumulation.give_back(self._model)
+            self._accumulation.restore(self._model)
 
 
 class _Accumulation:
@@ -126,14 +126,14 @@ class _Accumulation:
     """
 
     def __init__(self, model: Any) -> None:
-        from phalanx.horovod.keras.keras_optimizer import own_accumulation_steps
+        from phalanx.horovod.keras.keras_optimizer import accumulation_steps_of
 
         outer, optimizer = model.optimizer, inner_optimizer(model.optimizer)
         accumulators = list(getattr(optimizer, "_accumulated_gradients", ()))
         # A variable without an accumulator (None) changes at every step.
         is_complete = len(accumulators) == len(model.trainable_variables)
         is_complete = is_complete and all(each is not None for each in accumulators)
-        self.steps = own_accumulation_steps(optimizer) if is_complete else 1
+        self.steps = accumulation_steps_of(optimizer) if is_complete else 1
         self.is_scaled = self.steps > 1 and outer is not optimizer
         self._taken: dict[int, Any] = {}  # by index: the accumulated values of the last step that updates
         if self.steps > 1:
@@ -144,7 +144,7 @@ class _Accumulation:
             self._indices = [indices[id(variable)] for variable in accumulators]
 
     @contextlib.contextmanager
-    def taken(self, model: Any) -> Iterator[list[Array] | None]:
+    def take_at_update(self, model: Any) -> Iterator[list[Array] | None]:
         """At a step that updates, yield the accumulated gradients, scaled as the step's gradients; else yield None.
 
         Zeros replace them in the optimizer; if the step fails, they are restored.
@@ -170,8 +170,8 @@ class _Accumulation:
             state["optimizer_variables"] = before
             raise
 
-    def give_back(self, model: Any) -> None:
-        """Restore the gradients that were taken for a step that was then skipped."""
+    def restore(self, model: Any) -> None:
+        """Put the gradients back that were taken for a step that was then skipped."""
         state = model._jax_state
         values = list(state["optimizer_variables"])
         for index, value in self._taken.items():
@@ -202,10 +202,10 @@ class _GradientMerge(Merge):
         self._reduction = reduction
         self._local = local
         self._buffers = MergeBuffers()
-        self._accumulated: list[Array] | None = []  # see `adding`; empty outside of it
+        self._accumulated: list[Array] | None = []  # set inside `with_accumulated`; empty outside
 
     @contextlib.contextmanager
-    def adding(self, accumulated: list[Array] | None) -> Iterator[None]:
+    def with_accumulated(self, accumulated: list[Array] | None) -> Iterator[None]:
         """Within the context, reduce gradients together with the accumulated ones; None for no reduction."""
         self._accumulated = accumulated
         try:
@@ -244,7 +244,7 @@ class _GradientMerge(Merge):
             shared = [index for index in range(len(own)) if index not in self._local]
             if shared:
                 gradients, results = [own[index] for index in shared], [outs[index] for index in shared]
-                step_reports.report_reduction(lambda: self._reduce(gradients, results), applied=True)
+                step_reports.report_reduction(lambda: self._reduce(gradients, results), applies_next=True)
                 if self._checks_finite:
                     # Each rank's gradients were finite, but their sum or compressed form may not be. The results are
                     # equal on all ranks, so the loss scaling of all skips the batch.
@@ -257,7 +257,7 @@ class _GradientMerge(Merge):
                 np.multiply(gradient, gradient.dtype.type(self._reduction.factor), out=out)
             return
         reduction = self._reduction.reduction
-        arguments = reduction.arguments(self._reduction.name, self._reduction.factor)
+        arguments = reduction.to_arguments(self._reduction.name, self._reduction.factor)
 
         def reduce(packed: Sequence[Any]) -> list[Array]:
             # Without compression, the result is written directly into `outs`.

@@ -30,7 +30,7 @@ def _from_array(array: Array) -> Any:
     return tensor
 
 
-_function = ArrayFramework(__name__, _to_array, _from_array).make_function
+_function = ArrayFramework(__name__, _to_array, _from_array).make_collective_function
 
 allreduce = _function("allreduce", "value name average prescale_factor postscale_factor op compression process_set")
 grouped_allreduce = _function("grouped_allreduce")
@@ -92,14 +92,14 @@ def load_model(
     """
     if legacy_opts:
         raise UnsupportedError("hvd.load_model(legacy_opts=True): Keras 3 has no legacy optimizers. Leave it out.")
-    from phalanx.horovod.keras.keras_optimizer import DistributedOptimizer, own_accumulation_steps
+    from phalanx.horovod.keras.keras_optimizer import DistributedOptimizer, accumulation_steps_of
     from phalanx.keras_compat.model_state import inner_optimizer
 
     objects = {each.__name__: each for each in custom_optimizers or ()} | (custom_objects or {})
     model = keras.models.load_model(filepath, custom_objects=objects)
     if getattr(model, "optimizer", None) is not None:
         DistributedOptimizer(model.optimizer, compression=compression)
-        if (steps := own_accumulation_steps(inner_optimizer(model.optimizer))) > 1:
+        if (steps := accumulation_steps_of(inner_optimizer(model.optimizer))) > 1:
             warnings.warn(
                 f"The loaded optimizer averages the gradients of {steps} batches. If it was saved from a "
                 f"DistributedOptimizer with backward_passes_per_step={steps}, which adds them up unless "

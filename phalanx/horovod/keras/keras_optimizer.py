@@ -147,8 +147,8 @@ def DistributedOptimizer(
     Raises: ConfigurationError if options contradict each other.
     """
     reduction = GradientReduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
-    aggregation = Aggregation(backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
-    return distribute_optimizer(optimizer, reduction, aggregation)
+    options = OptimizerOptions(backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
+    return distribute_optimizer(optimizer, reduction, options)
 
 
 def PartialDistributedOptimizer(
@@ -192,46 +192,47 @@ def PartialDistributedOptimizer(
     return distributed
 
 
-class Aggregation(NamedTuple):
+class OptimizerOptions(NamedTuple):
     """The options of a distributed Keras optimizer that are not in its `GradientReduction`.
 
     Attributes:
-        passes: Number of batches whose gradients are summed before a step.
-        averages: Whether the gradients of those batches are averaged instead.
-        scales_local: Whether gradients that are not reduced are divided by the number of ranks.
+        backward_passes_per_step: Number of batches whose gradients are summed before a step.
+        average_aggregated_gradients: Whether the gradients of those batches are averaged instead.
+        scale_local_gradients: Whether gradients that are not reduced are divided by the number of ranks.
     """
 
-    passes: int
-    averages: bool
-    scales_local: bool
+    backward_passes_per_step: int
+    average_aggregated_gradients: bool
+    scale_local_gradients: bool
 
 
-def distribute_optimizer(optimizer: Any, reduction: GradientReduction, aggregation: Aggregation) -> Any:
+def distribute_optimizer(optimizer: Any, reduction: GradientReduction, options: OptimizerOptions) -> Any:
     """See `DistributedOptimizer`."""
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ConfigurationError(
             f"DistributedOptimizer got {type(optimizer).__name__}, which is no Keras optimizer. For torch.optim use "
             f"phalanx.horovod.torch, for Optax phalanx.horovod.jax."
         )
-    if isinstance(optimizer, _ReducingOptimizer):
+    if isinstance(optimizer, _GradientReductionMixin):
         raise ConfigurationError("this optimizer is a DistributedOptimizer already.")
     refuse_overwritten(getattr(optimizer, "_trainable_variables", ()), "a DistributedOptimizer")
     factor = 1.0
-    if aggregation.passes > 1:
+    if options.backward_passes_per_step > 1:
         accumulating = inner_optimizer(optimizer)
         if accumulating.built or accumulating.gradient_accumulation_steps:
             raise ConfigurationError(
                 "backward_passes_per_step sets the optimizer's gradient_accumulation_steps, which must not be set yet, "
                 "and before the optimizer has been built."
             )
-        accumulating.gradient_accumulation_steps = aggregation.passes
-        if not aggregation.averages:
-            factor = float(aggregation.passes)  # Keras averages what it accumulates; this restores the sum
+        accumulating.gradient_accumulation_steps = options.backward_passes_per_step
+        if not options.average_aggregated_gradients:
+            # Keras averages what it accumulates; this restores the sum.
+            factor = float(options.backward_passes_per_step)
     number = InstanceNumber("keras.optimizer", reduction.process_set)
     _insert_class(
-        optimizer, _ReducingOptimizer, OptimizerReduction(reduction, number, factor, aggregation.scales_local)
+        optimizer, _GradientReductionMixin, OptimizerReduction(reduction, number, factor, options.scale_local_gradients)
     )
-    settle_reduction(optimizer)
+    place_reduction(optimizer)
     fit_hook.install()
     return optimizer
 
@@ -242,8 +243,8 @@ def _insert_class(optimizer: Any, mixin: type, reduction: OptimizerReduction) ->
     type(optimizer)._hvd_reduction = reduction
 
 
-def settle_reduction(optimizer: Any) -> OptimizerReduction | None:
-    """Move the reduction to the optimizer that must do it, and return it; None if the optimizer does not reduce.
+def place_reduction(optimizer: Any) -> OptimizerReduction | None:
+    """Place the reduction in the optimizer that must do it, and return it; None if the optimizer does not reduce.
 
     A `LossScaleOptimizer` around a distributed optimizer takes over the reduction, because it checks whether the
     gradients of all ranks are finite. But if the inner optimizer accumulates, the inner one reduces, once per update,
@@ -251,20 +252,20 @@ def settle_reduction(optimizer: Any) -> OptimizerReduction | None:
     """
     present = optimizer
     # The outermost optimizer with the mixin: where it was inserted, or where an earlier call moved it.
-    while isinstance(present, keras.optimizers.LossScaleOptimizer) and not isinstance(present, _ReducingOptimizer):
+    while isinstance(present, keras.optimizers.LossScaleOptimizer) and not isinstance(present, _GradientReductionMixin):
         present = present.inner_optimizer
-    if not isinstance(present, _ReducingOptimizer):
+    if not isinstance(present, _GradientReductionMixin):
         return None
     reduction: OptimizerReduction = type(present)._hvd_reduction
     inner = inner_optimizer(optimizer)
     # On JAX, `fit_hook` does both between two compiled functions.
-    asks = inner is not optimizer and own_accumulation_steps(inner) > 1 and keras.backend.backend() != "jax"
-    reducing = inner if asks else optimizer
+    checks_jointly = inner is not optimizer and accumulation_steps_of(inner) > 1 and keras.backend.backend() != "jax"
+    reducing = inner if checks_jointly else optimizer
     if present is not reducing:
         remove_mixin(present)
-        _insert_class(reducing, _ReducingOptimizer, reduction)
-    if asks and not isinstance(optimizer, _JointlyFinite):
-        _insert_class(optimizer, _JointlyFinite, reduction)
+        _insert_class(reducing, _GradientReductionMixin, reduction)
+    if checks_jointly and not isinstance(optimizer, _FiniteCheckMixin):
+        _insert_class(optimizer, _FiniteCheckMixin, reduction)
     return reduction
 
 
@@ -289,7 +290,7 @@ def _reducing_at_update(optimizer: Any) -> Iterator[None]:
         _state.updating = _state.variables = None
 
 
-class _DistributedClass:
+class _DistributedMixin:
     """Base of the mixins. Each optimizer has a separate class, which holds its reduction."""
 
     _hvd_reduction: ClassVar[OptimizerReduction]
@@ -314,7 +315,7 @@ class _DistributedClass:
 
 
 def _plain_class(kind: Any) -> Any:
-    while issubclass(kind, _DistributedClass):  # a `LossScaleOptimizer` may have two of them
+    while issubclass(kind, _DistributedMixin):  # a `LossScaleOptimizer` may have two of them
         kind = kind.__bases__[1]
     return kind
 
@@ -324,14 +325,14 @@ def _reducing_like(kind: Any, optimizer: Any) -> Any:
     known: OptimizerReduction = kind._hvd_reduction
     number = InstanceNumber("keras.optimizer", known.reduction.process_set)
     reduction = replace(known, number=number, local=set(known.local))
-    asks = issubclass(kind, _JointlyFinite)
-    _insert_class(inner_optimizer(optimizer) if asks else optimizer, _ReducingOptimizer, reduction)
-    if asks:
-        _insert_class(optimizer, _JointlyFinite, reduction)
+    checks_jointly = issubclass(kind, _FiniteCheckMixin)
+    _insert_class(inner_optimizer(optimizer) if checks_jointly else optimizer, _GradientReductionMixin, reduction)
+    if checks_jointly:
+        _insert_class(optimizer, _FiniteCheckMixin, reduction)
     return optimizer
 
 
-class _ReducingOptimizer(_DistributedClass):
+class _GradientReductionMixin(_DistributedMixin):
     """Mixin before a Keras optimizer's class among the bases."""
 
     def build(self, variables: Any) -> None:
@@ -344,14 +345,14 @@ class _ReducingOptimizer(_DistributedClass):
         grads = list(grads)
         if getattr(_state, "is_reduced", False):
             return super().apply(grads, trainable_variables)  # type: ignore[misc]
-        steps = own_accumulation_steps(self)
+        steps = accumulation_steps_of(self)
         if steps > 1 and keras.backend.backend() != "jax":
             # Keras accumulates the unreduced gradients, and calls `_clip_gradients` below at the update.
             with already_reduced(), _reducing_at_update(self):
                 return super().apply(grads, trainable_variables)  # type: ignore[misc]
         known = getattr(self, "_trainable_variables", ())
         try:
-            if steps == 1 or self._hvd_take_accumulated(grads, trainable_variables, steps):
+            if steps == 1 or self._hvd_pop_accumulated(grads, trainable_variables, steps):
                 variables = known if trainable_variables is None else list(trainable_variables)
                 grads = type(self)._hvd_reduction.reduce(grads, variables)
         except UnsupportedError as error:
@@ -382,7 +383,7 @@ class _ReducingOptimizer(_DistributedClass):
         """Do not reduce the gradients of this variable."""
         type(self)._hvd_reduction.local.add(id(variable))
 
-    def _hvd_take_accumulated(self, grads: list[Any], trainable_variables: Any, steps: int) -> bool:
+    def _hvd_pop_accumulated(self, grads: list[Any], trainable_variables: Any, steps: int) -> bool:
         """Move the accumulated gradients from the optimizer into `grads` if this step updates; return whether it does.
 
         For JAX, outside of compiled functions. There, Keras computes an update at every step and drops most of them, so
@@ -404,7 +405,7 @@ class _ReducingOptimizer(_DistributedClass):
         return True
 
 
-class _JointlyFinite(_DistributedClass):
+class _FiniteCheckMixin(_DistributedMixin):
     """Mixin before the class of a `LossScaleOptimizer` around an optimizer that accumulates.
 
     A batch whose gradients are not finite on one rank is skipped on all, so that all ranks update after the same batch.
@@ -426,6 +427,6 @@ class _JointlyFinite(_DistributedClass):
         return keras.ops.cast(least, "bool")
 
 
-def own_accumulation_steps(optimizer: Any) -> int:
+def accumulation_steps_of(optimizer: Any) -> int:
     """Return the number of steps over which this optimizer, not one inside it, accumulates gradients."""
     return int(getattr(optimizer, "gradient_accumulation_steps", None) or 1)

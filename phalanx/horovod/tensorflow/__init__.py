@@ -58,17 +58,17 @@ def DistributedOptimizer(
         return SessionOptimizer(
             optimizer,
             reduction,
-            scales_local=scale_local_gradients,
-            accumulation=GradientAccumulation(backward_passes_per_step, averages=average_aggregated_gradients)
+            scale_local_gradients=scale_local_gradients,
+            accumulation=GradientAccumulation(backward_passes_per_step, average=average_aggregated_gradients)
             if backward_passes_per_step > 1
             else None,
             name=name,
             use_locking=use_locking,
         )
-    from phalanx.horovod.keras.keras_optimizer import Aggregation, distribute_optimizer
+    from phalanx.horovod.keras.keras_optimizer import OptimizerOptions, distribute_optimizer
 
-    aggregation = Aggregation(backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
-    return distribute_optimizer(optimizer, reduction, aggregation)
+    options = OptimizerOptions(backward_passes_per_step, average_aggregated_gradients, scale_local_gradients)
+    return distribute_optimizer(optimizer, reduction, options)
 
 
 def SyncBatchNormalization(**kwargs: Any) -> Any:

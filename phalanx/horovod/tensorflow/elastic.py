@@ -32,11 +32,11 @@ class TensorFlowState(ObjectState):
             )
         self.variables = list(variables)
         super().__init__(**kwargs)
-        self._keep()
+        self._snapshot()
 
     def save(self) -> None:
         """See `State.save`."""
-        self._keep()
+        self._snapshot()
         super().save()
 
     def restore(self) -> None:
@@ -49,9 +49,9 @@ class TensorFlowState(ObjectState):
         """See `State.sync`."""
         broadcast_variables(self.variables, root_rank=0)
         super().sync()
-        self._keep()
+        self._snapshot()
 
-    def _keep(self) -> None:
+    def _snapshot(self) -> None:
         self._saved: list[Array] = [np.array(variable.numpy()) for variable in self.variables]
 
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from phalanx.engines.replica.tensorflow.host_calls import call_in_graph, is_for_session
 from phalanx.errors import CollectiveMismatchError, ConfigurationError
 from phalanx.horovod.common.exceptions import HorovodInternalError
-from phalanx.horovod.operations import refuse_second_gradient
+from phalanx.horovod.operations import raise_on_second_gradient
 from phalanx.horovod.tensorflow.session_calls import call_in_session
 from phalanx.keras_compat.tensorflow_session_errors import translate_session_errors
 
@@ -50,7 +50,7 @@ def _not_converted(function: Converted) -> Converted:
 
 
 @_not_converted
-def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tuple[Any, Any]]) -> list[Any]:
+def call_host(function: HostFunction, tensors: Sequence[Any], result_specs: Sequence[tuple[Any, Any]]) -> list[Any]:
     """Call a function with the tensors' values, and return its results as tensors.
 
     In a `tf.function`, calls run sequentially in the order of the program, which is the same on every rank. In a
@@ -59,20 +59,20 @@ def call_host(function: HostFunction, tensors: Sequence[Any], like: Sequence[tup
     Args:
         function: Function that takes a list of arrays and returns an array for each result.
         tensors: Its arguments, at least one.
-        like: Dtype and static shape of each result, at least one.
+        result_specs: Dtype and static shape of each result, at least one.
     """
     tensors = [tf.convert_to_tensor(tensor) for tensor in tensors]
     if tf.executing_eagerly():
         # Not as a node, so that errors keep their classes and nothing is traced.
         results = _call(function, [tensor.numpy() for tensor in tensors])
-        return [tf.convert_to_tensor(array, dtype) for array, (dtype, _) in zip(results, like, strict=True)]
+        return [tf.convert_to_tensor(array, dtype) for array, (dtype, _) in zip(results, result_specs, strict=True)]
     if is_for_session():
         translate_session_errors(_mismatch_in_session)
         call: Callable[..., Sequence[Any]] = call_in_session
     else:
         call = call_in_graph
-    results = call(lambda *arrays: _call(function, list(arrays)), tensors, [dtype for dtype, _ in like])
-    for result, (_, shape) in zip(results, like, strict=True):
+    results = call(lambda *arrays: _call(function, list(arrays)), tensors, [dtype for dtype, _ in result_specs])
+    for result, (_, shape) in zip(results, result_specs, strict=True):
         result.set_shape(shape)
     return list(results)
 
@@ -95,47 +95,49 @@ def _mismatch_in_session(error: tf.errors.UnknownError) -> MismatchError | None:
     return MismatchError(error.message, error.node_def, error.op) if is_mismatch else None
 
 
-def call_host_once(
-    function: HostFunction, flowing: Sequence[Any], like: Sequence[tuple[Any, Any]], *others: Any
+def call_host_first_order(
+    function: HostFunction, upstream_gradients: Sequence[Any], result_specs: Sequence[tuple[Any, Any]], *others: Any
 ) -> list[Any]:
     """Call `call_host` for gradients, with an error when the result is differentiated again.
 
     Args:
-        function: Function of the arrays of `flowing` and `others`.
-        flowing: Gradients of the results of a collective.
-        like: Dtype and static shape of each result.
+        function: Function of the arrays of `upstream_gradients` and `others`.
+        upstream_gradients: Gradients of the results of a collective.
+        result_specs: Dtype and static shape of each result.
         others: More arguments of the function, without gradients.
 
     Raises: UnsupportedError when the result is differentiated; in a graph, a TensorFlow error with its text.
     """
-    flowing = cast_like(flowing, like)
+    upstream_gradients = cast_to_specs(upstream_gradients, result_specs)
 
     def refuse(*upstream: Any) -> list[Any]:
         if tf.executing_eagerly():
-            refuse_second_gradient()
+            raise_on_second_gradient()
         # Under a second tape, TensorFlow always traces this. It runs only if the second gradient is used.
         results: list[Any] = tf.numpy_function(
-            refuse_second_gradient, list(upstream), [tensor.dtype for tensor in flowing], stateful=False
+            raise_on_second_gradient, list(upstream), [tensor.dtype for tensor in upstream_gradients], stateful=False
         )
-        for result, tensor in zip(results, flowing, strict=True):
+        for result, tensor in zip(results, upstream_gradients, strict=True):
             result.set_shape(tensor.shape)
         return results
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def returned(*upstream: Any) -> Any:
-        return call_host(function, [*upstream, *others], like), refuse
+        return call_host(function, [*upstream, *others], result_specs), refuse
 
-    return list(returned(*flowing))
+    return list(returned(*upstream_gradients))
 
 
-def cast_like(gradients: Sequence[Any], like: Sequence[tuple[Any, Any]]) -> list[Any]:
+def cast_to_specs(gradients: Sequence[Any], result_specs: Sequence[tuple[Any, Any]]) -> list[Any]:
     """Cast the gradients of results. TensorFlow allows a program to pass initial gradients with another dtype.
 
     Args:
         gradients: Tensors.
-        like: Dtype and static shape of each result.
+        result_specs: Dtype and static shape of each result.
     """
-    return [tf.cast(tf.convert_to_tensor(each), dtype) for each, (dtype, _) in zip(gradients, like, strict=True)]
+    return [
+        tf.cast(tf.convert_to_tensor(each), dtype) for each, (dtype, _) in zip(gradients, result_specs, strict=True)
+    ]
 
 
 def name_in_graph(kind: str) -> str | None:

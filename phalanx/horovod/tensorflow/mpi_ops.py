@@ -20,16 +20,16 @@ from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.horovod import basics, operations
 from phalanx.horovod.common.process_sets import ProcessSet, get_process_set_ids_and_ranks, global_process_set
 from phalanx.horovod.compressors import compressed
-from phalanx.horovod.framework_bindings import make_function
+from phalanx.horovod.framework_bindings import make_collective_function
 from phalanx.horovod.operation_request import Array, OperationKind
 from phalanx.horovod.operations import Arguments, Average, Sum, barrier, join
 from phalanx.horovod.tensorflow.compression import Compression
-from phalanx.horovod.tensorflow.host_functions import call_host, call_host_once, cast_like, name_in_graph
+from phalanx.horovod.tensorflow.host_functions import call_host, call_host_first_order, cast_to_specs, name_in_graph
 
-Around = Callable[[Callable[[], Any]], Any]
+WrapWait = Callable[[Callable[[], Any]], Any]
 
 
-def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Arguments, around: Around) -> list[Any]:
+def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Arguments, wrap: WrapWait) -> list[Any]:
     """Return the results of a collective of dense tensors, with a gradient."""
     # Here and not on the host: an error in a running graph keeps only its text.
     arguments.process_set.check_registered()
@@ -42,16 +42,16 @@ def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Argu
         if splits:
             *arrays, counts = arrays
             called = msgspec.structs.replace(arguments, splits=counts)
-        return around(operations.start(kind, arrays, called, wake=False).wait)
+        return wrap(operations.start(kind, arrays, called, wake=False).wait)
 
     if kind is OperationKind.ALLREDUCE:
-        like = [(each.dtype, each.shape) for each in tensors]
+        result_specs = [(each.dtype, each.shape) for each in tensors]
 
         def back(*upstream: Any) -> list[Any]:
-            called = _for_gradient(arguments)
-            return call_host(lambda arrays: operations.gradient(kind, arrays, called), cast_like(upstream, like), like)
+            called, gradients = _for_gradient(arguments), cast_to_specs(upstream, result_specs)
+            return call_host(lambda arrays: operations.gradient(kind, arrays, called), gradients, result_specs)
 
-        return list(linear(lambda *inputs: call_host(forward, inputs, like), back)(*tensors))
+        return list(linear(lambda *inputs: call_host(forward, inputs, result_specs), back)(*tensors))
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def collective(*inputs: Any) -> Any:
@@ -73,7 +73,7 @@ def _differentiable(kind: OperationKind, tensors: Sequence[Any], arguments: Argu
                 rows = tf.stack([tf.shape(each, tf.int64)[0] for each in inputs])
             else:
                 rows = tf.zeros([0], tf.int64)
-            return call_host_once(
+            return call_host_first_order(
                 backward, upstream[: len(inputs)], [(each.dtype, each.shape) for each in inputs], rows
             )
 
@@ -91,7 +91,7 @@ def _for_gradient(arguments: Arguments) -> Arguments:
 
 def _result_shape(kind: OperationKind, tensor: Any) -> Any:
     """Return the static shape of a result."""
-    if not operations.changes_rows(kind):
+    if not operations.changes_row_count(kind):
         return tensor.shape
     return None if tensor.shape.rank is None else [None, *tensor.shape[1:]]
 
@@ -102,7 +102,7 @@ def run_collective(
     arguments: Arguments,
     compression: Any = Compression.none,
     *,
-    around: Around = lambda wait: wait(),
+    wrap_wait: WrapWait = lambda wait: wait(),
 ) -> list[Any]:
     """See `framework_bindings.Run`.
 
@@ -111,7 +111,7 @@ def run_collective(
         tensors: Its inputs; an allreduce also takes `tf.IndexedSlices`.
         arguments: Arguments of the collective.
         compression: Compressor for reductions.
-        around: Function that calls, on the host, the wait for the result of dense tensors, and returns its result.
+        wrap_wait: Function that calls, on the host, the wait for the result of dense tensors, and returns its result.
     """
     results: dict[int, Any] = {}
     dense: dict[int, Any] = {}
@@ -121,13 +121,13 @@ def run_collective(
             results[index] = _sparse_allreduce(tensor, msgspec.structs.replace(arguments, name=name))
         else:
             dense[index] = tf.convert_to_tensor(tensor)
-    if operations.changes_rows(kind) and any(each.shape.rank == 0 for each in dense.values()):
+    if operations.changes_row_count(kind) and any(each.shape.rank == 0 for each in dense.values()):
         raise ConfigurationError(f"{kind} works on rows, and the tensor is a single number (0 dimensions).")
     if kind is OperationKind.ALLTOALL:
-        return _differentiable(kind, list(dense.values()), arguments, around)
+        return _differentiable(kind, list(dense.values()), arguments, wrap_wait)
     if dense:
         reduced = compressed(
-            compression, list(dense.values()), lambda packed: _differentiable(kind, packed, arguments, around)
+            compression, list(dense.values()), lambda packed: _differentiable(kind, packed, arguments, wrap_wait)
         )
         results.update(zip(dense, reduced, strict=True))
     return [results[index] for index in range(len(tensors))]
@@ -135,7 +135,7 @@ def run_collective(
 
 def _function(name: str, parameters: str) -> Callable[..., Any]:
     function: Callable[..., Any] = tf.autograph.experimental.do_not_convert(
-        make_function(__name__, name, parameters, run=run_collective)
+        make_collective_function(__name__, name, parameters, run=run_collective)
     )
     return function
 

@@ -22,7 +22,7 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     Args:
         optimizer: The original, which computes and applies gradients, and holds the slots.
         reduction: The reduction of the gradients.
-        scales_local: Whether gradients that are not reduced are divided by the number of ranks.
+        scale_local_gradients: Whether gradients that are not reduced are divided by the number of ranks.
         accumulation: Accumulation of the gradients of several runs; None reduces and applies those of each run.
         name: Name of the operations.
         use_locking: See TensorFlow 1's optimizers.
@@ -33,7 +33,7 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         optimizer: Any,
         reduction: GradientReduction,
         *,
-        scales_local: bool = True,
+        scale_local_gradients: bool = True,
         accumulation: GradientAccumulation | None = None,
         name: str | None = None,
         use_locking: bool = False,
@@ -43,7 +43,7 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking)
         self._optimizer = optimizer
         self._reduction = reduction
-        self._scales_local = scales_local
+        self._scale_local_gradients = scale_local_gradients
         self._accumulation = accumulation
         self._local: set[int] = set()  # identities of variables
 
@@ -58,7 +58,7 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         local = {index for index, each in enumerate(variables) if id(tensorflow_variable(each)) in self._local}
 
         def reduce(gradients: Sequence[Any]) -> Gradients:
-            return reduce_shared(gradients, local, self._reduction, scales_local=self._scales_local)
+            return reduce_shared(gradients, local, self._reduction, scale_local_gradients=self._scale_local_gradients)
 
         gradients = [gradient for gradient, _ in pairs]
         reduced = reduce(gradients) if self._accumulation is None else self._accumulation.add(gradients, reduce)
@@ -77,7 +77,7 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
 
         if self._accumulation is None:
             return apply()
-        return self._accumulation.when_due(lambda: tf.group(apply()), lambda: tf.group(count()))
+        return self._accumulation.cond_on_last_pass(lambda: tf.group(apply()), lambda: tf.group(count()))
 
     def get_slot(self, *args: Any, **kwargs: Any) -> Any:
         """See the wrapped optimizer."""
@@ -97,13 +97,13 @@ class GradientAccumulation:
 
     Args:
         passes: Number of runs to sum.
-        averages: Whether gradients are averaged instead.
+        average: Whether gradients are averaged instead.
     """
 
-    def __init__(self, passes: int, *, averages: bool):
+    def __init__(self, passes: int, *, average: bool):
         self._passes = passes
-        self._averages = averages
-        self._is_due: Any = None
+        self._average = average
+        self._is_last_pass: Any = None
 
     def add(self, gradients: Sequence[Any], reduce: Callable[[Sequence[Any]], Gradients]) -> Gradients:
         """Add this run's gradients. Returns the reduced sums in the last run, and zeros in the others."""
@@ -116,12 +116,12 @@ class GradientAccumulation:
         values = [tf.convert_to_tensor(gradients[index]) for index in present]
         sums = [_local_variable(tf.zeros(value.shape, value.dtype)) for value in values]
         count = _local_variable(tf.constant(0))
-        # Everything that depends on `_is_due` runs, and reads the sums, after they are complete.
+        # Everything that depends on `_is_last_pass` runs, and reads the sums, after they are complete.
         with tf.control_dependencies([total.assign_add(value) for total, value in zip(sums, values, strict=True)]):
-            self._is_due = tf.equal(tf.identity(count.assign_add(1)) % self._passes, 0)
+            self._is_last_pass = tf.equal(tf.identity(count.assign_add(1)) % self._passes, 0)
 
         def merge() -> Gradients:
-            divisor = self._passes if self._averages else 1
+            divisor = self._passes if self._average else 1
             everything: Gradients = [None] * len(gradients)
             for index, total in zip(present, sums, strict=True):
                 everything[index] = total.read_value() / divisor
@@ -132,20 +132,20 @@ class GradientAccumulation:
             with tf.control_dependencies(cleared):
                 return [tf.identity(reduced[index]) for index in present]
 
-        merged = v1.cond(self._is_due, merge, lambda: [tf.zeros_like(value) for value in values])
+        merged = v1.cond(self._is_last_pass, merge, lambda: [tf.zeros_like(value) for value in values])
         result: Gradients = [None] * len(gradients)
         for index, value in zip(present, tf.nest.flatten(merged), strict=True):
             result[index] = value
         return result
 
-    def when_due(self, apply: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    def cond_on_last_pass(self, apply: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
         """Return an operation that calls `apply` in the last run, and `otherwise` in the others."""
-        if self._is_due is None:
+        if self._is_last_pass is None:
             raise ConfigurationError(
                 "with backward_passes_per_step, apply_gradients() needs the gradients that compute_gradients() of the "
                 "same optimizer returned: call that first, or call minimize()."
             )
-        return v1.cond(self._is_due, apply, otherwise)
+        return v1.cond(self._is_last_pass, apply, otherwise)
 
 
 def _local_variable(initial: Any) -> Any:

@@ -34,16 +34,16 @@ def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, nam
         return run_collective(
             OperationKind.ALLREDUCE,
             tensors,
-            reduction.arguments(name),
+            reduction.to_arguments(name),
             reduction.compression,
-            around=step_reports.report_reduction,
+            wrap_wait=step_reports.report_reduction,
         )
 
     return map_present(reduce, gradients)
 
 
 def reduce_shared(
-    gradients: Sequence[Any], local: Set[int], reduction: GradientReduction, *, scales_local: bool
+    gradients: Sequence[Any], local: Set[int], reduction: GradientReduction, *, scale_local_gradients: bool
 ) -> list[Any]:
     """Do the same as `reduce_gradients`, but keep some gradients local; on a rank that trains alone, keep all.
 
@@ -51,7 +51,7 @@ def reduce_shared(
         gradients: Tensors or `tf.IndexedSlices`.
         local: Indices of the gradients that are not reduced.
         reduction: The reduction of the others.
-        scales_local: Whether local gradients are divided by the number of ranks.
+        scale_local_gradients: Whether local gradients are divided by the number of ranks.
     """
     process_set = reduction.process_set
     if not process_set.included():
@@ -60,7 +60,7 @@ def reduce_shared(
     reduced: list[Any] = reduce_gradients(shared, reduction)
     for index in local:
         own = gradients[index]
-        reduced[index] = divided_by_size(own, process_set) if scales_local and own is not None else own
+        reduced[index] = divided_by_size(own, process_set) if scale_local_gradients and own is not None else own
     return reduced
 
 
@@ -125,22 +125,22 @@ def PartialDistributedGradientTape(
     return tape
 
 
-def _distribute_tape(gradtape: tf.GradientTape, reduction: GradientReduction, scales_local: bool) -> Any:
+def _distribute_tape(gradtape: tf.GradientTape, reduction: GradientReduction, scale_local_gradients: bool) -> Any:
     # Shares the existing recording: a program may wrap the tape after the forward pass.
-    tape: Any = object.__new__(type(type(gradtape).__name__, (_ReducingTape, type(gradtape)), {}))
+    tape: Any = object.__new__(type(type(gradtape).__name__, (_ReducingTapeMixin, type(gradtape)), {}))
     vars(tape).update(vars(gradtape))
     tape._hvd_reduction = reduction
     tape._hvd_local = set()
-    tape._hvd_scales_local = scales_local
+    tape._hvd_scale_local_gradients = scale_local_gradients
     return tape
 
 
-class _ReducingTape:
+class _ReducingTapeMixin:
     """Mixin before `tf.GradientTape` among the bases."""
 
     _hvd_reduction: GradientReduction
     _hvd_local: set[int]  # identities of variables
-    _hvd_scales_local: bool
+    _hvd_scale_local_gradients: bool
 
     def register_local_source(self, source: Any) -> None:
         """Do not reduce the gradients of this variable."""
@@ -158,7 +158,7 @@ class _ReducingTape:
         gradients = super().gradient(target, sources, output_gradients, **kwargs)  # type: ignore[misc]
         flat = tf.nest.flatten(gradients)
         local = {index for index, source in enumerate(tf.nest.flatten(sources)) if self._hvd_is_local(source)}
-        reduced = reduce_shared(flat, local, self._hvd_reduction, scales_local=self._hvd_scales_local)
+        reduced = reduce_shared(flat, local, self._hvd_reduction, scale_local_gradients=self._hvd_scale_local_gradients)
         return tf.nest.pack_sequence_as(gradients, reduced)
 
     def get_local_and_global_gradients(

@@ -13,8 +13,8 @@ import torch
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import operations
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.horovod_job import current
-from phalanx.horovod.object_collectives import allgather_object, broadcast_bytes, broadcast_object, check_trust
+from phalanx.horovod.horovod_job import current_job
+from phalanx.horovod.object_collectives import allgather_object, broadcast_bytes, broadcast_object, check_pickle_is_safe
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.torch.host_tensors import all_to_host, write_back
 
@@ -81,7 +81,7 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ConfigurationError("broadcast_optimizer_state cannot be used with torch.optim.LBFGS.")
-    is_root, buffer = current().membership.rank == root_rank, io.BytesIO()
+    is_root, buffer = current_job().membership.rank == root_rank, io.BytesIO()
     if is_root:
         state = optimizer.state_dict()
         groups = [{key: _plain(value) for key, value in group.items()} for group in state["param_groups"]]
@@ -90,7 +90,7 @@ def broadcast_optimizer_state(
     try:
         state = torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # the root also loads, so that all ranks raise
-        check_trust("broadcast_optimizer_state")
+        check_pickle_is_safe("broadcast_optimizer_state")
         state = torch.load(io.BytesIO(received), map_location="cpu", weights_only=False)
     if not is_root:
         optimizer.load_state_dict(state)

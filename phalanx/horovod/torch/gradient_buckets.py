@@ -91,7 +91,7 @@ class GradientBucket:
             else:
                 self._packed.append((slot, *reduction.compression.compress(gradient)))
         if self._packed:
-            arguments = reduction.arguments(f"{self.number.name}.gradients.{self.index}")
+            arguments = reduction.to_arguments(f"{self.number.name}.gradients.{self.index}")
             tensors = [tensor for _, tensor, _ in self._packed]
             self._pending = start_collective(OperationKind.ALLREDUCE, tensors, arguments, in_place=True, wake=wake)
 

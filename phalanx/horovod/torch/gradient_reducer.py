@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from phalanx.horovod.gradient_reduction import GradientReduction
-from phalanx.horovod.horovod_job import current
+from phalanx.horovod.horovod_job import current_job
 from phalanx.horovod.instance_numbers import InstanceNumber
 from phalanx.horovod.torch.gradient_buckets import BucketSlot, GradientBucket, divide_into_groups
 from phalanx.monitoring import timeline
@@ -63,7 +63,7 @@ class GradientReducer:
         self._unsent = 0  # number of buckets that are not yet complete in this step
         self._in_backward = False  # for the timeline: whether a gradient of this step has been computed
         # A process that is currently alone in an elastic job may have peers later.
-        has_peers = reduction.process_set.size() > 1 or current().elastic is not None
+        has_peers = reduction.process_set.size() > 1 or current_job().elastic is not None
         self._is_active = reduction.process_set.included() and has_peers
         self.watch_new_parameters(groups)
 

@@ -25,7 +25,7 @@ def reduce_gradients(
         reduction: The reduction of the gradients.
         name: Name of the collective.
     """
-    arguments = reduction.arguments(name)
+    arguments = reduction.to_arguments(name)
 
     def reduce(packed: list[torch.Tensor]) -> list[torch.Tensor]:
         pending = start_collective(OperationKind.ALLREDUCE, packed, arguments, in_place=True, wake=False)

@@ -45,7 +45,7 @@ def all_to_host(tensors: Sequence[torch.Tensor]) -> list[Array]:
     return [to_host(tensor) for tensor in copy_to_host(tensors)]
 
 
-def _tensor_over(array: Array) -> torch.Tensor:
+def _tensor_view(array: Array) -> torch.Tensor:
     """Return a tensor that shares the array's memory."""
     array = np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray converts scalars to rows
     if array.dtype == ml_dtypes.bfloat16:
@@ -53,12 +53,12 @@ def _tensor_over(array: Array) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def tensors_of(arrays: Sequence[Array], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def tensors_from_arrays(arrays: Sequence[Array], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Convert new arrays to tensors that share their memory, or to copies on the devices of the inputs.
 
     The counts that follow the result of an alltoall have no input and stay on the CPU, as in Horovod.
     """
-    tensors = [_tensor_over(array) for array in arrays]
+    tensors = [_tensor_view(array) for array in arrays]
     for index, own in enumerate(inputs):
         if not own.is_cpu:
             tensors[index] = copy_to_device([tensors[index]], own.device)[0]
@@ -69,5 +69,5 @@ def write_back(arrays: Sequence[Array], tensors: Sequence[torch.Tensor]) -> list
     """Return the tensors, with the values that were written to their arrays from `to_host`."""
     for tensor, array in zip(tensors, arrays, strict=True):
         if not shares_memory(tensor):
-            tensor.detach().copy_(_tensor_over(array))
+            tensor.detach().copy_(_tensor_view(array))
     return list(tensors)

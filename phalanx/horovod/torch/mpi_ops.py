@@ -13,15 +13,15 @@ import torch
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import operations
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.framework_bindings import ARRAY_FUNCTIONS, make_function, poll, synchronize
+from phalanx.horovod.framework_bindings import ARRAY_FUNCTIONS, make_collective_function, poll, synchronize
 from phalanx.horovod.operation_request import HorovodOp, OperationKind
 from phalanx.horovod.operations import Arguments, Average, PendingResult, Sum, barrier, check_op
-from phalanx.horovod.torch.host_tensors import tensors_of, to_host
+from phalanx.horovod.torch.host_tensors import tensors_from_arrays, to_host
 from phalanx.horovod.torch.torch_framework import run_collective, start_collective
 
 
 def _function(name: str) -> Callable[..., Any]:
-    return make_function(__name__, name, run=run_collective, start=start_collective)
+    return make_collective_function(__name__, name, run=run_collective, start=start_collective)
 
 
 allreduce = _function("allreduce")
@@ -70,7 +70,7 @@ def sparse_allreduce_async(
     pending = operations.start(OperationKind.ALLGATHER, arrays, Arguments(name, process_set))
 
     def finish(results: Sequence[Any]) -> torch.Tensor:
-        indices, values = tensors_of(results, [entries.values()] * 2)
+        indices, values = tensors_from_arrays(results, [entries.values()] * 2)
         if op is Average:
             values = values / process_set.size()
         return torch.sparse_coo_tensor(indices.t(), values, entries.shape, check_invariants=False).coalesce()

@@ -62,10 +62,10 @@ def DistributedOptimizer(
     reduction = GradientReduction(compression, op, gradient_predivide_factor, sparse_as_dense, process_set)
     if backward_passes_per_step < 1:
         raise ConfigurationError(f"backward_passes_per_step is {backward_passes_per_step}; it must be at least 1.")
-    if isinstance(optimizer, _GradientReduction | _StepReduction):
+    if isinstance(optimizer, _GradientReductionMixin | _AdasumStepMixin):
         raise ConfigurationError("this optimizer is a DistributedOptimizer already.")
-    names = _names(optimizer, named_parameters)
-    mixin = _StepReduction if op is Adasum else _GradientReduction
+    names = _resolve_parameter_names(optimizer, named_parameters)
+    mixin = _AdasumStepMixin if op is Adasum else _GradientReductionMixin
     # A subclass of the optimizer's class: schedulers and `isinstance` see the optimizer that the program chose.
     kind = type(type(optimizer).__name__, (mixin, type(optimizer)), {})
     distributed: Any = kind.__new__(kind)  # type: ignore[call-overload]
@@ -84,7 +84,7 @@ def DistributedOptimizer(
     return distributed
 
 
-class _GradientReduction:
+class _GradientReductionMixin:
     """Mixin before a torch.optim class among the bases: `step` first reduces the gradients."""
 
     param_groups: list[dict[str, Any]]
@@ -120,7 +120,7 @@ class _GradientReduction:
 
     def synchronize(self) -> None:
         """Wait until all gradients are reduced; then `.grad` of the parameters is the same on all ranks."""
-        step_reports.report_reduction(self._hvd_reducer.reduce, applied=True)
+        step_reports.report_reduction(self._hvd_reducer.reduce, applies_next=True)
         self._hvd_is_synchronized = True
 
     @contextmanager
@@ -176,11 +176,11 @@ class _GradientReduction:
         """See `torch.optim.Optimizer.load_state_dict`."""
         self._hvd_reducer.reset()
         self._hvd_is_synchronized = False
-        with _groups_kept(self):
+        with _keep_param_groups(self):
             super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
-class _StepReduction:
+class _AdasumStepMixin:
     """Mixin before a torch.optim class among the bases: Adasum combines the changes made by a step.
 
     Source: Maleki et al. 2021, section 4: the optimizer first runs on each rank's local gradients.
@@ -195,7 +195,7 @@ class _StepReduction:
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """See `torch.optim.Optimizer.load_state_dict`."""
-        with _groups_kept(self):
+        with _keep_param_groups(self):
             super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def synchronize(self) -> None:
@@ -229,12 +229,12 @@ class _StepReduction:
     def _hvd_combine(self, changes: list[torch.Tensor]) -> list[torch.Tensor]:
         return step_reports.report_reduction(
             lambda: grouped_allreduce_(changes, name="steps", op=Adasum, process_set=self._hvd_reduction.process_set),  # type: ignore[no-any-return]
-            applied=True,
+            applies_next=True,
         )
 
 
 @contextmanager
-def _groups_kept(optimizer: Any) -> Iterator[None]:
+def _keep_param_groups(optimizer: Any) -> Iterator[None]:
     """Keep the parameter groups while a state is loaded, and copy its options into them: a scheduler created for the
     original optimizer sets the learning rate in these groups, which PyTorch would replace."""
     groups = optimizer.param_groups
@@ -246,7 +246,9 @@ def _groups_kept(optimizer: Any) -> Iterator[None]:
     optimizer.param_groups = groups
 
 
-def _names(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Parameter]] | None) -> dict[Parameter, str]:
+def _resolve_parameter_names(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Parameter]] | None
+) -> dict[Parameter, str]:
     """Return the names of the optimizer's parameters. Raises ConfigurationError if `named` does not match them."""
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if named is None:

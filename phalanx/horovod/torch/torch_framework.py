@@ -15,22 +15,22 @@ from phalanx.horovod import operations
 from phalanx.horovod.compressors import compressed
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.operations import Arguments, PendingResult
-from phalanx.horovod.torch.host_tensors import all_to_host, tensors_of, to_host, write_back
+from phalanx.horovod.torch.host_tensors import all_to_host, tensors_from_arrays, to_host, write_back
 
 Tensor: TypeAlias = torch.Tensor
 
 
-class _Once(torch.autograd.Function):
+class _FirstOrderFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Sequence[Tensor]], *upstream: Tensor) -> Any:
         return tuple(function(*upstream))
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        operations.refuse_second_gradient()
+        operations.raise_on_second_gradient()
 
 
-def differentiable_once(function: Callable[..., Sequence[Tensor]], *upstream: Tensor) -> Any:
+def first_order_only(function: Callable[..., Sequence[Tensor]], *upstream: Tensor) -> Any:
     """Call a function of gradients, with an error for a second differentiation.
 
     PyTorch's `once_differentiable` raises only in `backward`: `torch.autograd.grad` bypasses it.
@@ -41,7 +41,7 @@ def differentiable_once(function: Callable[..., Sequence[Tensor]], *upstream: Te
 
     Raises: UnsupportedError when the result is differentiated.
     """
-    return _Once.apply(function, *upstream)  # type: ignore[no-untyped-call]
+    return _FirstOrderFunction.apply(function, *upstream)  # type: ignore[no-untyped-call]
 
 
 class _Collective(torch.autograd.Function):
@@ -53,7 +53,7 @@ class _Collective(torch.autograd.Function):
             ctx.rows = results[1]
         elif kind is OperationKind.ALLGATHER:
             ctx.rows = [len(each) for each in tensors]
-        return tuple(tensors_of(results, tensors))
+        return tuple(tensors_from_arrays(results, tensors))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -64,9 +64,9 @@ class _Collective(torch.autograd.Function):
 
         # An alltoall has one more result than inputs, the counts, through which no gradient flows.
         def back(*own: Tensor) -> list[Tensor]:
-            return tensors_of(operations.gradient(kind, [to_host(grad) for grad in own], arguments, rows), own)
+            return tensors_from_arrays(operations.gradient(kind, [to_host(grad) for grad in own], arguments, rows), own)
 
-        return None, None, *differentiable_once(back, *grads[: ctx.inputs])
+        return None, None, *first_order_only(back, *grads[: ctx.inputs])
 
 
 def run_collective(
@@ -91,6 +91,6 @@ def start_collective(
     """See `framework_bindings.Start`."""
     arrays = all_to_host(tensors)
     pending = operations.start(kind, arrays, arguments, outs=arrays if in_place else None, wake=wake)
-    convert = write_back if in_place else tensors_of
+    convert = write_back if in_place else tensors_from_arrays
     pending.finish = lambda results: convert(results, tensors)
     return pending

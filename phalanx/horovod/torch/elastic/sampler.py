@@ -65,7 +65,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         """
         rows = batch_size * self.num_replicas
         if self.processed_indices:
-            self.processed_indices.update(self._dealt(self._recorded, self._recorded + rows))
+            self.processed_indices.update(self._assigned(self._recorded, self._recorded + rows))
         else:
             self.processed_num += rows
         self._recorded += rows
@@ -84,7 +84,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         own = list(self)
         return own[batch_idx * batch_size : (batch_idx + 1) * batch_size]
 
-    def unite(self, processed_indices: set[int]) -> None:
+    def set_processed(self, processed_indices: set[int]) -> None:
         """Set the samples that any rank has processed."""
         self.processed_indices = processed_indices
 
@@ -114,7 +114,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._dealt(0, self.total_size)[self.rank :: self.num_replicas])
+        return iter(self._assigned(0, self.total_size)[self.rank :: self.num_replicas])
 
     def __len__(self) -> int:
         return self.num_samples
@@ -126,7 +126,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
             random.Random(self.seed + self.epoch).shuffle(order)
         return order
 
-    def _dealt(self, start: int, stop: int) -> list[int]:
+    def _assigned(self, start: int, stop: int) -> list[int]:
         """Return a part of the samples assigned to all ranks, repeated if fewer samples than ranks remain."""
         left = self.remaining_indices
         return [left[index % len(left)] for index in range(start, min(stop, self.total_size))]

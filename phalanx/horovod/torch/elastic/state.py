@@ -30,7 +30,7 @@ class StateHandler:
     def __init__(self, value: Any):
         self.value = value
 
-    def prepare(self) -> None:
+    def pre_save(self) -> None:
         """Communicate with the other members before `save`; all of them call this."""
 
     def save(self) -> None:
@@ -51,7 +51,7 @@ class StateHandler:
         self.save()
 
 
-class _WithStateDict(StateHandler):
+class _StateDictHandler(StateHandler):
     """Handler of objects with `state_dict` and `load_state_dict`."""
 
     def __init__(self, value: Any):
@@ -66,32 +66,32 @@ class _WithStateDict(StateHandler):
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
 
-class ModelStateHandler(_WithStateDict):
+class ModelStateHandler(_StateDictHandler):
     """Handler of modules."""
 
     def sync(self) -> None:
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
-class OptimizerStateHandler(_WithStateDict):
+class OptimizerStateHandler(_StateDictHandler):
     """Handler of optimizers, distributed or not."""
 
     def sync(self) -> None:
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
-class LRSchedulerStateHandler(_WithStateDict):
+class LRSchedulerStateHandler(_StateDictHandler):
     """Handler of learning rate schedulers."""
 
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="elastic.scheduler"))
 
 
-class SamplerStateHandler(_WithStateDict):
+class SamplerStateHandler(_StateDictHandler):
     """Handler of an `ElasticSampler`: samples recorded by one member count as processed on all after a save."""
 
-    def prepare(self) -> None:
-        self.value.unite(_union(self.value.processed_indices))
+    def pre_save(self) -> None:
+        self.value.set_processed(_union(self.value.processed_indices))
 
     def sync(self) -> None:
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), name="elastic.sampler"))
@@ -119,8 +119,8 @@ class TorchState(ObjectState):
         """See `State.save`."""
         # First everything that can fail with a lost member; nothing is saved before that.
         for handler in self._handlers.values():
-            handler.prepare()
-        self._keep()
+            handler.pre_save()
+        self._snapshot()
 
     def restore(self) -> None:
         """See `State.restore`."""
@@ -133,7 +133,7 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
-        self._keep()
+        self._snapshot()
 
     def reset(self) -> None:
         """See `State.reset`."""
@@ -146,8 +146,8 @@ class TorchState(ObjectState):
         if name in vars(self).get("_handlers", {}):
             self._handlers[name].set_value(value)
 
-    def _keep(self) -> None:
-        """Save without communication, so that all is saved or, if this process is lost, nothing."""
+    def _snapshot(self) -> None:
+        """Save without communication, so that everything is saved or, if this process is lost, nothing."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
