@@ -448,13 +448,13 @@ class EpochOver(_Message, frozen=True):
         steps: Number of steps in the epoch.
         resume_epoch: Epoch that a restarted chief continues with, if that is the reason; otherwise -1.
         era: New era, if the chief has gone back.
-        newest: Serial of the newest step that the head has applied, in synchronous training.
+        newest_serial: Serial of the newest step that the head has applied, in synchronous training.
     """
 
     steps: int = 0
     resume_epoch: int = -1
     era: int = 0
-    newest: int = -1
+    newest_serial: int = -1
 
 
 class FitOver(_Message, frozen=True):

@@ -13,7 +13,7 @@ from phalanx.coordinator.cluster_coordinator import coordinator_of_worker
 from phalanx.coordinator.worker_server import WorkerServer, WorkerSettings
 from phalanx.engines import prepare
 from phalanx.errors import ConfigurationError
-from phalanx.parameter_server.server.shard_group import SNAPSHOT_S
+from phalanx.parameter_server.server.shard_group import SNAPSHOT_INTERVAL_S
 from phalanx.runtime import process_exit, progress
 from phalanx.strategies.parameter_server_strategy import (
     ParameterServerStrategy,
@@ -62,7 +62,7 @@ class Server:
         *,
         replication: int = 1,
         snapshot_dir: str | os.PathLike[str] | None = None,
-        snapshot_seconds: float = SNAPSHOT_S,
+        snapshot_seconds: float = SNAPSHOT_INTERVAL_S,
     ):
         del protocol, config, start
         if job_name not in (PS, WORKER):

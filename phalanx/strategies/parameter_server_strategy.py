@@ -35,7 +35,7 @@ from phalanx.errors import CollectiveTimeoutError, ConfigurationError, Unsupport
 from phalanx.parameter_server.client.parameter_client import ParameterServerClient
 from phalanx.parameter_server.partitioners import Partitioner
 from phalanx.parameter_server.server.parameter_server import ParameterServer, snapshots_of
-from phalanx.parameter_server.server.shard_group import RETURN_S, SNAPSHOT_S
+from phalanx.parameter_server.server.shard_group import RETURN_TIMEOUT_S, SNAPSHOT_INTERVAL_S
 from phalanx.parameter_server.server_messages import UpdateRules
 from phalanx.runtime import process_exit, progress, telemetry
 from phalanx.strategies.strategy import Strategy
@@ -100,7 +100,7 @@ class ParameterServerStrategy(Strategy):
         compression: Compression | str | None = None,
         replication: int = 1,
         snapshot_dir: str | os.PathLike[str] | None = None,
-        snapshot_seconds: float = SNAPSHOT_S,
+        snapshot_seconds: float = SNAPSHOT_INTERVAL_S,
         embedding_rows: bool | str = "auto",
     ):
         check_one_device(type(self).__name__, process_environment())
@@ -119,7 +119,7 @@ class ParameterServerStrategy(Strategy):
         super().__init__(alone(), resolver)
         self._worker: ParameterServerWorker | None = None  # None on an evaluator, which trains alone
         if me.task.type != EVALUATOR:
-            return_s = RETURN_S if snapshot_dir is not None or replication > 1 else 0.0
+            return_s = RETURN_TIMEOUT_S if snapshot_dir is not None or replication > 1 else 0.0
             self._worker = join_as_worker(
                 me,
                 rules,

@@ -131,21 +131,21 @@ def test_of_two_servers_that_lead_the_one_that_was_called_upon_later_is_right() 
     """The other was stopped, and asks or is asked first when it wakes: the answer is the same."""
     with started(copied=True) as (servers, _):
         was_stopped, called = servers[0]._groups[0], servers[1]._groups[1]
-        wait_until(lambda: called.leadership.following is not None)
+        wait_until(lambda: called.leadership.leader_link is not None)
         me = was_stopped._me
 
         def asks(group: ShardGroup, term: int) -> str:
-            newcomer = LeaderOffer(me.description, is_fresh=False, term=term)
+            newcomer = LeaderOffer(me.description, has_no_values=False, term=term)
             return group.leadership.admit(
                 Hello(purpose="", task="", peer="", details=msgspec.msgpack.encode(newcomer))
             ).refusal
 
-        called.leadership.lead()
+        called.leadership.become_leader()
         assert asks(called, term=0) == LEADING
         assert asks(was_stopped, term=1) == ""
         assert called.leadership.is_leading
         assert not was_stopped.leadership.is_leading
-        wait_until(lambda: was_stopped.leadership.following is not None)
+        wait_until(lambda: was_stopped.leadership.leader_link is not None)
 
 
 @pytest.mark.parametrize("has_led", [False, True])
@@ -153,13 +153,13 @@ def test_a_server_that_takes_the_lead_late_in_a_job_does_not_miss_the_chief_at_o
     """The chief first promotes it, and connects then."""
     with started(copied=True) as (servers, _):
         copy = servers[1]._groups[1]
-        wait_until(lambda: copy.leadership.following is not None)
+        wait_until(lambda: copy.leadership.leader_link is not None)
         long_ago = -3600.0
         copy._started += long_ago
         copy.leadership.followed_until += long_ago
         if has_led:
             copy._members.table._lost_since[CHIEF_WORKER] = copy._members.clock() + long_ago
-        copy.leadership.lead()
+        copy.leadership.become_leader()
         assert not copy.is_over()
 
 
@@ -194,7 +194,7 @@ def test_a_server_that_keeps_a_copy_applies_no_gradients() -> None:
     """Not those of a request either that it began to answer when it still led."""
     with started(copied=True) as (servers, _):
         copy = servers[1]._groups[1]
-        wait_until(lambda: copy.leadership.following is not None)
+        wait_until(lambda: copy.leadership.leader_link is not None)
         ticket = Ticket(0, 0, 0, (0, 1), 0, serial=1, era=0)
         with pytest.raises(LinkClosedError, match="another server leads"):
             copy._store.push(PushGradients(ticket, 0, True, True, 0.5, ("float32",)), [memoryview(bytes(8))])
@@ -232,7 +232,7 @@ def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one() -> None:
         with pytest.raises(LinkTimeoutError):
             other.request(0, PullValues(0, -1))
         goes_on.set()
-        assert not other.ask_head(QueryJobOver())
+        assert not other.query_head(QueryJobOver())
 
 
 def test_a_link_whose_end_only_the_worker_has_noticed_is_replaced(cluster: Cluster) -> None:
@@ -242,6 +242,6 @@ def test_a_link_whose_end_only_the_worker_has_noticed_is_replaced(cluster: Clust
     _, former = group._members.table.links[1]
     abandoned = other._connections[0].link
     other._connections[0].link, _, _ = other.reconnection._connect(0, time.monotonic() + BOUND_S)
-    assert not other.ask_head(QueryJobOver())
+    assert not other.query_head(QueryJobOver())
     assert group._members.table.links[1][1] is not former
     abandoned.close()

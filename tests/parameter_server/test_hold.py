@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import CollectiveTimeoutError, PeerLostError, RendezvousError
-from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
+from phalanx.parameter_server.server.chief_broadcasts import ChiefBroadcasts
 from phalanx.parameter_server.server_messages import EpochOver, FitOver
 from phalanx.training.servers.parameter_server_worker import SESSION, ParameterServerWorker
 from tests.launcher.conftest import wait_until
@@ -113,34 +113,34 @@ def test_the_global_step_goes_on_from_a_checkpoint_and_never_back() -> None:
 
 
 def test_a_session_begins_on_others_when_it_has_on_the_chief() -> None:
-    announcements = ChiefAnnouncements(begun(1).members)
+    broadcasts = ChiefBroadcasts(begun(1).members)
     with ThreadPoolExecutor() as pool:
-        other = pool.submit(announcements.wait_for_broadcast, SESSION, 0)
+        other = pool.submit(broadcasts.wait_for_broadcast, SESSION, 0)
         assert runs(other)
-        announcements.broadcast(SESSION, 0, [], keep_first=False)
+        broadcasts.broadcast(SESSION, 0, [], keep_first=False)
         other.result(BOUND_S)
-        later = pool.submit(announcements.wait_for_broadcast, SESSION, 1)
+        later = pool.submit(broadcasts.wait_for_broadcast, SESSION, 1)
         assert runs(later), "the next session is another one"
-        announcements.broadcast(SESSION, 1, [], keep_first=False)
+        broadcasts.broadcast(SESSION, 1, [], keep_first=False)
         later.result(BOUND_S)
-    announcements.wait_for_broadcast(SESSION, 0)  # one that was started again does not wait
+    broadcasts.wait_for_broadcast(SESSION, 0)  # one that was started again does not wait
 
 
 def test_a_chief_that_does_not_begin_its_session_is_named() -> None:
     schedule = schedule_of(NAMES[:2], start_s=SHORT_S)
-    announcements = ChiefAnnouncements(schedule.members)
+    broadcasts = ChiefBroadcasts(schedule.members)
     schedule.members.attach(1, "incarnation 1")
     with pytest.raises(RendezvousError, match="worker/0 did not join the job in time"):
-        announcements.wait_for_broadcast(SESSION, 0)
+        broadcasts.wait_for_broadcast(SESSION, 0)
     schedule.members.attach(0, "incarnation 0")
     schedule.members.detach(0, "incarnation 0", why="its host has not answered.")
     with pytest.raises(
         PeerLostError, match=r"lost worker/0 .* the time set: its host has not answered\. See the end of"
     ):
-        announcements.wait_for_broadcast(SESSION, 1)
+        broadcasts.wait_for_broadcast(SESSION, 1)
     schedule.members.attach(0, "incarnation 0")
     with pytest.raises(CollectiveTimeoutError, match="worker/0 did not broadcast its managed session"):
-        announcements.wait_for_broadcast(SESSION, 0)
+        broadcasts.wait_for_broadcast(SESSION, 0)
 
 
 def test_a_worker_does_not_begin_a_session_that_the_chief_has_left_out() -> None:

@@ -17,7 +17,7 @@ from phalanx.errors import LinkClosedError, LinkTimeoutError
 from phalanx.parameter_server.server import leader_lease, replication
 from phalanx.parameter_server.server.group_leadership import GroupLeadership, GroupRole
 from phalanx.parameter_server.server.leader_lease import LeaderLease
-from phalanx.parameter_server.server.replication import REPLICA_S, ReplicaStream
+from phalanx.parameter_server.server.replication import REPLICA_TIMEOUT_S, ReplicaStream
 from phalanx.parameter_server.server.service_threads import ServiceThreads
 from phalanx.parameter_server.server_messages import GroupState, JobOver, LeaseRequest, QueryJobOver, Response
 from phalanx.parameter_server.server_protocol import LEASE_S
@@ -31,7 +31,7 @@ def test_a_leader_that_the_chief_does_not_reach_is_silent_before_the_copy_leads(
     """{leader, worker} | {chief, copy}: the leader and its worker notice nothing of the cut."""
     with started(copied=True) as (servers, (chief, other)):
         leader, copy = servers[0]._groups[0], servers[1]._groups[1]
-        wait_until(lambda: copy.leadership.following is not None and leader.lease.is_valid)
+        wait_until(lambda: copy.leadership.leader_link is not None and leader.lease.is_valid)
         grants = chief.reconnection.grants
         assert grants is not None
         wait_until(lambda: grants.has_replica(0))
@@ -48,7 +48,7 @@ def test_a_leader_that_the_chief_does_not_reach_is_silent_before_the_copy_leads(
         assert leader.leadership.is_leading
         answers: list[Response] = []
         asking = threading.Thread(target=lambda: answers.append(other.request(0, QueryJobOver())[0]), daemon=True)
-        monkeypatch.setattr(leader.leadership, "_follow_other", lambda: None)  # it does not learn of the new leader
+        monkeypatch.setattr(leader.leadership, "_become_follower", lambda: None)  # it does not learn of the new leader
         asking.start()
         grants.begin(0, servers[0]._me.task)
         wait_until(lambda: leader.lease.is_valid)
@@ -104,7 +104,7 @@ class Chief:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(leader_lease, "time", clock)
-    monkeypatch.setattr(leader_lease, "RENEW_S", 0.0)
+    monkeypatch.setattr(leader_lease, "RENEW_INTERVAL_S", 0.0)
     return clock
 
 
@@ -173,11 +173,11 @@ def test_a_copy_may_receive_its_values_for_longer_than_an_update_takes(monkeypat
     state = GroupState(declared_model(), 1, 1, (), (), ("uint8",), 0, False, 0), [np.zeros(1 << 30, np.uint8)]
     replica, link, began_at = ReplicaStream(0, threading.Condition()), SlowLink(clock), clock.now
     assert replica.attach(link, lambda: state)  # type: ignore[arg-type]
-    assert clock.now - began_at > REPLICA_S
+    assert clock.now - began_at > REPLICA_TIMEOUT_S
     link.is_stopped, stopped_at = True, clock.now
     replica.send_state(state)
     assert not replica.has_link
-    assert clock.now - stopped_at < REPLICA_S + 2
+    assert clock.now - stopped_at < REPLICA_TIMEOUT_S + 2
 
 
 @pytest.mark.parametrize("part", [1, 7, 64, 1000])
@@ -226,7 +226,7 @@ def test_a_leader_that_steps_back_while_it_attaches_a_copy_stays_a_follower() ->
     threads = ServiceThreads()
 
     def attach(link: object, state: object) -> bool:
-        leadership._follow_other()  # the chief promoted the other server, and that one reports it here
+        leadership._become_follower()  # the chief promoted the other server, and that one reports it here
         threads.closing.set()
         return True
 
@@ -250,7 +250,7 @@ def test_a_leader_that_steps_back_while_it_attaches_a_copy_stays_a_follower() ->
 
 def test_a_new_leader_admits_workers_only_when_it_has_taken_over() -> None:
     was_leading: list[bool] = []
-    recovery = SimpleNamespace(take_the_lead=lambda: was_leading.append(leadership.is_leading))
+    recovery = SimpleNamespace(become_leader=lambda: was_leading.append(leadership.is_leading))
     leadership = GroupLeadership(
         SimpleNamespace(task="ps/1"),  # type: ignore[arg-type]
         0,
@@ -261,7 +261,7 @@ def test_a_new_leader_admits_workers_only_when_it_has_taken_over() -> None:
         other=Task("ps", 0),
         on_follow=lambda: (),
     )
-    leadership.lead()
+    leadership.become_leader()
     assert was_leading == [False]
     assert leadership.is_leading
 

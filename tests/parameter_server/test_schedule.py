@@ -15,7 +15,7 @@ import pytest
 
 from phalanx.cluster.admission import link_name
 from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError
-from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
+from phalanx.parameter_server.server.chief_broadcasts import ChiefBroadcasts
 from phalanx.parameter_server.server.epoch_validation import EpochValidation
 from phalanx.parameter_server.server.merge_history import MergeHistory, MergeResult
 from phalanx.parameter_server.server.schedule_rebuild import ScheduleRebuild
@@ -58,12 +58,12 @@ def schedule_of(
     names: Sequence[str],
     *,
     start_s: float = BOUND_S,
-    relink_s: float = 0.0,
-    chief_relink_s: float = 0.0,
+    reconnect_s: float = 0.0,
+    chief_reconnect_s: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> StepSchedule:
     """A schedule before its first `fit`, with no worker connected."""
-    table = WorkerTable(tuple(names), relink_s=relink_s, chief_relink_s=chief_relink_s, clock=clock)
+    table = WorkerTable(tuple(names), reconnect_s=reconnect_s, chief_reconnect_s=chief_reconnect_s, clock=clock)
     return StepSchedule(WorkerMembership(tuple(names), start_s, table, clock))
 
 
@@ -226,7 +226,7 @@ def test_a_new_head_issues_no_serial_of_a_step_that_is_applied() -> None:
     completed = tuple((serial, 0, (1,), 0) for serial in (4, 5, 6))
     state = GroupState(declared_model(), 1, 1, (), completed, (), 0, False, 6)
     store.restore(state, [])
-    store.follow(AppliedUpdate(7, 0, (1,), 0, (), 7), [])
+    store.apply_replicated(AppliedUpdate(7, 0, (1,), 0, (), 7), [])
     rebuild = ScheduleRebuild(schedule)
     for worker in (0, 1):
         schedule.members.attach(worker, f"incarnation {worker}")
@@ -338,19 +338,19 @@ def test_whose_part_was_not_needed_waits_for_the_last_step_on_the_other_servers(
     done = take(schedule, 1)
     schedule.complete_step(done)  # without the chief's part
     over = request_ticket(schedule, 0)
-    assert over == EpochOver(1, newest=done.serial)
+    assert over == EpochOver(1, newest_serial=done.serial)
     declared: Any = SimpleNamespace(rules=rules(synchronous=True), fit=0)
     other = begun(None, synchronous=True)
     store = VariableStore(1, other, is_head=False)
     store._shards = SimpleNamespace(declared=declared, values=lambda copy: [])
     with ThreadPoolExecutor() as pool:
-        pulled = pool.submit(store.pull, 0, -1, over.newest)
+        pulled = pool.submit(store.pull, 0, -1, over.newest_serial)
         assert not wait([pulled], timeout=0.2).done
         with store.changed:
             store.history.record((done.serial, 0), MergeResult((1,), []))
             store.changed.notify_all()
         assert pulled.result(BOUND_S) == (0, [])
-        lost = pool.submit(store.pull, 0, -1, over.newest + 1)
+        lost = pool.submit(store.pull, 0, -1, over.newest_serial + 1)
         other.members.detach(1, "incarnation 1")
         store.wake()
         assert lost.result(BOUND_S) == (0, []), "who could send it is gone"
@@ -358,7 +358,7 @@ def test_whose_part_was_not_needed_waits_for_the_last_step_on_the_other_servers(
 
 def test_who_waits_for_a_chief_that_left_is_told() -> None:
     schedule = begun(1)
-    schedule.members.say_goodbye(0)
+    schedule.members.record_leave(0)
     with pytest.raises(PeerLostError, match="lost worker/0 during fit: its connection closed"):
         request_ticket(schedule, 1, epoch=1)
 
@@ -493,7 +493,7 @@ def test_a_chief_that_gives_signs_of_life_is_waited_for() -> None:
         ]
         until = time.monotonic() + 3 * WAIT_S
         while time.monotonic() < until:
-            schedule.members.chief_is_alive()
+            schedule.members.record_chief_heartbeat()
             time.sleep(WAIT_S / 20)
         schedule.open_epoch(0, 1, 1, np.arange(3))
         order, ticket = (each.result(BOUND_S) for each in waiting)
@@ -552,7 +552,7 @@ def test_a_chief_that_does_not_validate_in_time_is_named() -> None:
     schedule.begin_fit(rules(), 0)
     schedule.open_epoch(0, 0, 2, None)
     now[0] += 9.0
-    schedule.members.chief_is_alive()
+    schedule.members.record_chief_heartbeat()
     now[0] += 9.0
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(EpochValidation(schedule).wait, RequestValidationLogs(0, 0, schedule.fit.era), 10.0)
@@ -564,15 +564,15 @@ def test_a_chief_that_does_not_validate_in_time_is_named() -> None:
 
 def test_what_the_chief_tells_once_holds_and_what_it_tells_again_replaces() -> None:
     schedule = begun(1)
-    announcements = ChiefAnnouncements(schedule.members)
+    broadcasts = ChiefBroadcasts(schedule.members)
     first, second = [np.zeros(1, np.uint8)], [np.ones(1, np.uint8)]
-    assert announcements.broadcast("state", -1, first, keep_first=True) is first
-    assert announcements.broadcast("state", -1, second, keep_first=True) is first
-    assert announcements.wait_for_broadcast("state", -1) is first
-    announcements.broadcast("weights", 1, second, keep_first=False)
-    assert announcements.wait_for_broadcast("weights", 0) is second
-    schedule.members.say_goodbye(0)
-    assert announcements.wait_for_broadcast("weights", 2) is None
+    assert broadcasts.broadcast("state", -1, first, keep_first=True) is first
+    assert broadcasts.broadcast("state", -1, second, keep_first=True) is first
+    assert broadcasts.wait_for_broadcast("state", -1) is first
+    broadcasts.broadcast("weights", 1, second, keep_first=False)
+    assert broadcasts.wait_for_broadcast("weights", 0) is second
+    schedule.members.record_leave(0)
+    assert broadcasts.wait_for_broadcast("weights", 2) is None
 
 
 def test_a_chief_that_was_started_again_counts_from_what_it_has_restored() -> None:
@@ -589,14 +589,14 @@ def test_a_chief_that_was_started_again_counts_from_what_it_has_restored() -> No
 
 def test_a_worker_that_reconnects_is_expected_for_a_while() -> None:
     now = [100.0]
-    schedule = schedule_of(("worker/0", "worker/1"), start_s=60.0, relink_s=6.0, clock=lambda: now[0])
+    schedule = schedule_of(("worker/0", "worker/1"), start_s=60.0, reconnect_s=6.0, clock=lambda: now[0])
     schedule.members.attach(1, "first")
     schedule.members.detach(1, "first")
     assert schedule.members.table.is_present(1)
     now[0] += 7.0
     assert not schedule.members.table.is_present(1)
     schedule.members.attach(1, "second")
-    schedule.members.say_goodbye(1)
+    schedule.members.record_leave(1)
     schedule.members.detach(1, "second")
     assert not schedule.members.table.is_present(1)
 
@@ -669,7 +669,7 @@ def test_a_stop_that_was_asked_for_is_of_that_fit_alone() -> None:
 
 def test_the_chief_may_be_away_for_longer() -> None:
     now = [100.0]
-    schedule = schedule_of(NAMES[:2], start_s=60.0, relink_s=6.0, chief_relink_s=60.0, clock=lambda: now[0])
+    schedule = schedule_of(NAMES[:2], start_s=60.0, reconnect_s=6.0, chief_reconnect_s=60.0, clock=lambda: now[0])
     for worker in (0, 1):
         schedule.members.attach(worker, "life")
         schedule.members.detach(worker, "life")

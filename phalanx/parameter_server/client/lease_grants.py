@@ -16,11 +16,11 @@ from phalanx.parameter_server.server_protocol import LEASE, LEASE_S
 from phalanx.transport.decoding import Decoder
 from phalanx.transport.link import Link
 
-ENDED_S = LEASE_S * 1.1 + 0.1
+LEASE_EXPIRY_S = LEASE_S * 1.1 + 0.1
 """Seconds from a grant until the lease has certainly ended: two clocks may run at different rates."""
-ATTEMPT_S = 1.0
+DIAL_TIMEOUT_S = 1.0
 """Seconds for one attempt to connect to a leader."""
-AGAIN_S = 0.1
+RETRY_INTERVAL_S = 0.1
 """Seconds between two attempts: a leader without a lease does not answer any worker."""
 
 _REQUESTS = Decoder(LeaseRequest)
@@ -81,7 +81,7 @@ class LeaseGrants:
         """Call `end`, and wait until the leader certainly may not answer any more."""
         self.end(group)
         if (grant := self._grants.get(group)) is not None:
-            time.sleep(max(0.0, grant.granted_at + ENDED_S - time.monotonic()))
+            time.sleep(max(0.0, grant.granted_at + LEASE_EXPIRY_S - time.monotonic()))
 
     def close(self) -> None:
         """End all grants. Safe to call twice."""
@@ -91,9 +91,9 @@ class LeaseGrants:
     def _serve(self, group: int, leader: Task, grant: _Grant) -> None:
         while not grant.is_over.is_set():
             try:
-                link, _ = self._me.dial(leader, f"{LEASE}/{group}", deadline=time.monotonic() + ATTEMPT_S)
+                link, _ = self._me.dial(leader, f"{LEASE}/{group}", deadline=time.monotonic() + DIAL_TIMEOUT_S)
             except PhalanxError:
-                grant.is_over.wait(AGAIN_S)
+                grant.is_over.wait(RETRY_INTERVAL_S)
                 continue
             with grant.lock:
                 grant.link = link

@@ -27,7 +27,7 @@ ResponseArrays = tuple[Response, list[memoryview]]
 
 HEAD = 0
 """The first server, which also keeps the schedule."""
-GOODBYE_S = 5.0
+LEAVE_TIMEOUT_S = 5.0
 """Seconds to leave; a server that is busy for longer is not waited for."""
 
 _RESPONSES = Decoder(Response)
@@ -110,7 +110,7 @@ class ParameterServerClient:
         self.send(server, request, buffers)
         return self.receive(server)
 
-    def ask_head(self, question: messages.QueryJobOver | messages.RequestStop) -> bool:
+    def query_head(self, question: messages.QueryJobOver | messages.RequestStop) -> bool:
         """Send a question to the head and return its answer. Raises: see `request`."""
         answer, _ = self.request(HEAD, question)
         assert isinstance(answer, messages.Decision)
@@ -155,11 +155,11 @@ class ParameterServerClient:
         try:
             self._send(connection, connection.pending)
         except (LinkClosedError, LinkTimeoutError) as error:
-            self.reconnection.reconnect(server, self.reconnection.as_closed(error))
+            self.reconnection.reconnect(server, self.reconnection.treat_hang_as_closed(error))
 
     def receive(self, server: int) -> ResponseArrays:
         """The response to the request that was sent to a server. Raises: see `request`."""
-        return self._accepted(server, self._wait(server))
+        return self._check_refusal(server, self._wait(server))
 
     def receive_all(
         self,
@@ -175,28 +175,30 @@ class ParameterServerClient:
         Raises: see `request`; once all responses have arrived, because an unread response would be mistaken for the
             response to the next request.
         """
-        # One after the other; meanwhile, `repair_others` watches the links to the others.
+        # One after the other; meanwhile, `reconnect_broken_links` watches the links to the others.
         requested = range(self.num_servers) if servers is None else servers
         responses = []
         for server in requested:
             responses.append(self._wait(server))
             on_response(server, responses[-1][0])
-        return [self._accepted(server, response) for server, response in zip(requested, responses, strict=True)]
+        return [self._check_refusal(server, response) for server, response in zip(requested, responses, strict=True)]
 
     def _wait(self, server: int) -> ResponseArrays:
         connection, reconnection = self._connections[server], self.reconnection
         began = time.perf_counter()
         while True:
             try:
-                response = self._receive(connection, reconnection.repair_others if reconnection.return_s else None)
+                response = self._receive(
+                    connection, reconnection.reconnect_broken_links if reconnection.return_s else None
+                )
                 break
             except (LinkClosedError, LinkTimeoutError) as error:
-                reconnection.reconnect(server, reconnection.as_closed(error))
+                reconnection.reconnect(server, reconnection.treat_hang_as_closed(error))
         connection.pending = None  # not earlier: `reconnect` repeats what is pending
         self.waited_s += time.perf_counter() - began
         return response
 
-    def _accepted(self, server: int, response: ResponseArrays) -> ResponseArrays:
+    def _check_refusal(self, server: int, response: ResponseArrays) -> ResponseArrays:
         if isinstance(response[0], messages.Refusal):
             error = refusal_error(response[0], str(self.reconnection.leader_of(server)))
             self._was_evicted |= isinstance(error, EvictedError)
@@ -226,18 +228,18 @@ class ParameterServerClient:
         if self._was_evicted:
             self.disconnect()
             return
-        without = set(self.unreachable_tasks)
+        excluded = set(self.unreachable_tasks)
         for connection in self._connections:
-            goodbye = _encode(messages.LeaveJob(failure, tuple(sorted(without))))
+            message = _encode(messages.LeaveJob(failure, tuple(sorted(excluded))))
             try:
                 # The head, which is first, has evicted workers that the other servers do not know about.
-                without.update(_say_goodbye(connection.link, goodbye))
+                excluded.update(_send_leave(connection.link, message))
             except (LinkClosedError, LinkTimeoutError):
                 continue  # the server is gone too
         self.disconnect()
 
     def disconnect(self) -> None:
-        """Close all links without a goodbye; the servers will count this worker as lost. Safe to call twice."""
+        """Close all links without leaving the job; the servers will count this worker as lost. Safe to call twice."""
         if self.reconnection.grants is not None:
             self.reconnection.grants.close()
         for connection in self._connections:
@@ -245,10 +247,10 @@ class ParameterServerClient:
         self._connections.clear()
 
 
-def _say_goodbye(link: Link, goodbye: bytes) -> tuple[str, ...]:
+def _send_leave(link: Link, message: bytes) -> tuple[str, ...]:
     """Leave one server. Returns the tasks that it has evicted."""
-    deadline = time.monotonic() + GOODBYE_S
-    link.send(goodbye, deadline=deadline)
+    deadline = time.monotonic() + LEAVE_TIMEOUT_S
+    link.send(message, deadline=deadline)
     while True:
         answer = _RESPONSES.decode(link.receive(deadline=deadline)[0])
         if isinstance(answer, messages.Acknowledged):

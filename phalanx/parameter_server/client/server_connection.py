@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 RequestArrays = tuple[Request, Sequence[Array]]
 """A request and its arrays."""
 
-CHECK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 """Seconds between two checks of the links to other servers, while one server's response is awaited."""
 MAX_BUFFER_SETS = 2
 """Number of buffer sets kept for a server without shared memory: steps that request something before they push
@@ -89,7 +89,7 @@ class ServerConnection:
         requested_at = time.monotonic()
         deadline = requested_at + patience_s
         while True:
-            until = min(deadline, time.monotonic() + CHECK_S) if check else deadline
+            until = min(deadline, time.monotonic() + CHECK_INTERVAL_S) if check else deadline
             try:
                 header, buffers = self.link.receive(deadline=until)
                 break

@@ -25,7 +25,7 @@ from phalanx.transport.handshake import Welcome
 from phalanx.transport.link import Link
 from phalanx.transport.listener import UNAVAILABLE
 
-PASSING = frozenset({NOT_LEADING, UNAVAILABLE})
+TRANSIENT_REFUSALS = frozenset({NOT_LEADING, UNAVAILABLE})
 """Refusals that waiting may resolve: another server leads, or this one soon will; a chief prepares its data."""
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def connect_first(
             except RefusedError as error:
                 if error.welcome.refusal == DISAGREEMENT:
                     raise DisagreementError(error.welcome.reason) from error
-                failing_since = None if error.welcome.refusal in PASSING else failing_since or now
+                failing_since = None if error.welcome.refusal in TRANSIENT_REFUSALS else failing_since or now
                 failure = error
             except HandshakeError as error:
                 failing_since, failure = failing_since or now, error

@@ -32,7 +32,7 @@ RejoinRequests = Callable[[int], Sequence[RequestArrays]]
 
 PREFER_REPLICA_S = 3.0
 """Seconds for which a worker that has lost a leader dials only the replica: a dead process's port may still be open."""
-ATTEMPT_S = 1.0
+REPLICA_ATTEMPT_TIMEOUT_S = 1.0
 """Seconds for one attempt in that time."""
 
 
@@ -87,7 +87,7 @@ class ServerReconnection:
 
     def _connect(self, group: int, deadline: float) -> tuple[Link, int, str]:
         """Connect to the server that leads a group. Returns the link, the server's number and its host."""
-        attempt_s = ATTEMPT_S if self._is_known(group) and self._is_replicated else ATTEMPT_TIMEOUT_S
+        attempt_s = REPLICA_ATTEMPT_TIMEOUT_S if self._is_known(group) and self._is_replicated else ATTEMPT_TIMEOUT_S
 
         def candidates(waited_s: float) -> list[tuple[Task, str]]:
             return [(self.tasks[s], f"{purpose}/{group}") for s, purpose in self._candidates(group, waited_s)]
@@ -116,7 +116,7 @@ class ServerReconnection:
 
     # Lost servers.
 
-    def as_closed(self, error: LinkClosedError | LinkTimeoutError) -> LinkClosedError:
+    def treat_hang_as_closed(self, error: LinkClosedError | LinkTimeoutError) -> LinkClosedError:
         """Treat a server that hangs as lost if its replica can take over: once that leads, the server is refused."""
         if isinstance(error, LinkClosedError):
             return error
@@ -124,7 +124,7 @@ class ServerReconnection:
             raise error
         return LinkClosedError(str(error))
 
-    def repair_others(self, waited_s: float) -> None:
+    def reconnect_broken_links(self, waited_s: float) -> None:
         """Replace broken links: the server whose response is awaited may be waiting for this worker at another server.
 
         After a while, also replaces links to servers that hang, before a server that works evicts this worker.
@@ -187,24 +187,24 @@ class ServerReconnection:
         until = time.monotonic() + self.return_s
         # A lost server may have led several groups. All of them must know this worker's position before it waits for
         # one: the other workers may be waiting for it there.
-        away = {group, *hanging, *self._broken()}
+        lost = {group, *hanging, *self._broken()}
 
         def check(waited_s: float) -> None:
             del waited_s
-            if more := self._broken() - away:
-                away.update(more)
+            if more := self._broken() - lost:
+                lost.update(more)
                 raise LinkClosedError("more connections are broken.")
 
-        while away:
+        while lost:
             try:
-                remaining = {each: self._rejoin(self.connections[each], until) for each in sorted(away)}
+                remaining = {each: self._rejoin(self.connections[each], until) for each in sorted(lost)}
                 # All of them know this worker's position now. The following requests may wait for other workers.
                 for each, requests in remaining.items():
                     connection = self.connections[each]
                     self._request_all(connection, requests, check)
                     if connection.pending:
                         self._send(connection, connection.pending)
-                    away.discard(each)
+                    lost.discard(each)
             except LinkClosedError as error:  # the server was killed again, or another one too
                 if time.monotonic() > until:
                     raise peer_lost(str(task), "training", why) from error
@@ -218,9 +218,9 @@ class ServerReconnection:
         if self.grants is not None:  # a second leader begins only after the first one has ended
             self.grants.wait_until_over(connection.group)
         # The new link comes first, so that a live server does not count this worker as lost meanwhile.
-        former = connection.link
+        previous = connection.link
         connection.link, connection.leader, connection.host = self._connect(connection.group, until)
-        former.close()
+        previous.close()
         if self.grants is not None:
             self.grants.begin(connection.group, self.leader_of(connection.group))
         requests = self.rejoin_requests(connection.group) if self.rejoin_requests else ()

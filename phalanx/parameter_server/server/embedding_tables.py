@@ -23,8 +23,8 @@ from phalanx.parameter_server.table_rows import TableRows, next_power_of_two, pa
 
 Array = np.ndarray[Any, Any]
 
-MIN_ROOM = 64
-"""Number of rows that an optimizer initially has room for."""
+MIN_CAPACITY = 64
+"""Minimum number of rows that the optimizer's variable of a table holds."""
 
 
 class EmbeddingTableUpdater:
@@ -44,11 +44,11 @@ class EmbeddingTableUpdater:
     def __init__(self, optimizer: str, pieces: Sequence[UpdaterPiece], tables: Collection[int]):
         self._optimizer = optimizer
         self._pieces = tuple(pieces)
-        self._tables = {number: _own(pieces[number].value) for number in sorted(tables)}
+        self._tables = {number: _writable(pieces[number].value) for number in sorted(tables)}
         self._dense = [number for number in range(len(pieces)) if number not in self._tables]
         # Rows of each table that the optimizer's variable holds. Only grows, in powers of two: each compiles once.
-        self._room = {number: min(MIN_ROOM, len(table)) for number, table in self._tables.items()}
-        self._updater = self._make([pieces[number].value for number in self._dense])
+        self._capacity = {number: min(MIN_CAPACITY, len(table)) for number, table in self._tables.items()}
+        self._updater = self._build_updater([pieces[number].value for number in self._dense])
         of_tables = tuple((number,) for number in self._tables)
         self._dense_groups = tuple(group for group in self._updater.groups if group not in of_tables)
         self.groups = self._dense_groups + of_tables
@@ -66,16 +66,16 @@ class EmbeddingTableUpdater:
         by_group = dict(zip(self.groups, gradients, strict=True))
         rows = {number: by_group[number,] for number in self._tables}
         numbers = {number: part.numbers for number, part in rows.items() if isinstance(part, TableRows)}
-        self._make_room({number: len(touched) for number, touched in numbers.items()})
+        self._ensure_capacity({number: len(touched) for number, touched in numbers.items()})
         table_of = {place: self.slots[place].variable for place in self._state}
-        # Rows up to `_room` are padding: zeros with gradients of zero. Their results are dropped below.
+        # Rows up to `_capacity` are padding: zeros with gradients of zero. Their results are dropped below.
         self._updater.load(
-            {n: padded(table[numbers[n]], self._room[n]) for n, table in self._tables.items()},
-            {place: padded(self._state[place][numbers[n]], self._room[n]) for place, n in table_of.items()},
+            {n: padded(table[numbers[n]], self._capacity[n]) for n, table in self._tables.items()},
+            {place: padded(self._state[place][numbers[n]], self._capacity[n]) for place, n in table_of.items()},
         )
         self._updater.apply(
             [
-                padded(gradient.values, self._room[group[0]]) if isinstance(gradient, TableRows) else gradient
+                padded(gradient.values, self._capacity[group[0]]) if isinstance(gradient, TableRows) else gradient
                 for group, gradient in ((group, by_group[group]) for group in self._updater.groups)
             ]
         )
@@ -110,7 +110,7 @@ class EmbeddingTableUpdater:
     def load_optimizer(self, values: Sequence[Array]) -> None:
         """Assign values to the optimizer's variables, in the order of `slots`."""
         for place in self._state:
-            self._state[place] = _own(values[place])
+            self._state[place] = _writable(values[place])
         self._updater.load({}, {place: value for place, value in enumerate(values) if place not in self._state})
 
     def count(self, updates: int) -> None:
@@ -121,29 +121,29 @@ class EmbeddingTableUpdater:
         """Set the learning rate; a learning-rate schedule is kept."""
         self._updater.set_learning_rate(rate)
 
-    def _make_room(self, rows: dict[int, int]) -> None:
-        room = {
-            number: max(self._room[number], min(next_power_of_two(count), len(self._tables[number])))
+    def _ensure_capacity(self, rows: dict[int, int]) -> None:
+        capacity = {
+            number: max(self._capacity[number], min(next_power_of_two(count), len(self._tables[number])))
             for number, count in rows.items()
         }
-        if room == self._room:
+        if capacity == self._capacity:
             return
         kept = [place for place in range(len(self.slots)) if place not in self._state]
         dense, state = self._updater.fetch(self._dense, kept)
-        self._room = room
-        self._updater = self._make(dense)
+        self._capacity = capacity
+        self._updater = self._build_updater(dense)
         self._updater.load({}, dict(zip(kept, state, strict=True)))
 
-    def _make(self, dense: Sequence[Array]) -> Updater:
-        """Build an optimizer for the pieces, with room for `_room` rows of each table."""
+    def _build_updater(self, dense: Sequence[Array]) -> Updater:
+        """Build an optimizer for the pieces, with `_capacity` rows of each table."""
         values = dict(zip(self._dense, dense, strict=True)) | {
-            number: np.zeros((self._room[number], *table.shape[1:]), table.dtype)
+            number: np.zeros((self._capacity[number], *table.shape[1:]), table.dtype)
             for number, table in self._tables.items()
         }
         pieces = [piece._replace(value=values[number]) for number, piece in enumerate(self._pieces)]
         return make_updater(self._optimizer, pieces, apart=self._tables)
 
 
-def _own(array: Array) -> Array:
+def _writable(array: Array) -> Array:
     """The array, or a writable copy of it."""
     return np.require(array, requirements=("C", "A", "W"))

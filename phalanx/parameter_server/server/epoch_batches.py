@@ -13,24 +13,24 @@ class EpochBatches:
     Attributes:
         number: Number of the epoch in its `fit`.
         steps: Number of batches; None while unknown.
-        next: First batch that was never issued.
+        next_unissued: First batch that was never issued.
         returned: Batches whose worker was lost, in order; they are issued again first.
     """
 
     number: int
     steps: int | None
-    next: int = 0
+    next_unissued: int = 0
     returned: list[int] = field(default_factory=list)
 
     @property
     def is_exhausted(self) -> bool:
         """Whether all batches are issued."""
-        return not self.returned and self.steps is not None and self.next >= self.steps
+        return not self.returned and self.steps is not None and self.next_unissued >= self.steps
 
     @property
     def count(self) -> int:
         """Number of issued batches that the epoch contains."""
-        return self.next if self.steps is None else min(self.next, self.steps)
+        return self.next_unissued if self.steps is None else min(self.next_unissued, self.steps)
 
     def draw(self) -> int | None:
         """The next batch to train on; None if there is none left."""
@@ -38,8 +38,8 @@ class EpochBatches:
             return self.returned.pop(0)
         if self.is_exhausted:
             return None
-        self.next += 1
-        return self.next - 1
+        self.next_unissued += 1
+        return self.next_unissued - 1
 
     def put_back(self, batch: int) -> None:
         """Return a batch, to be issued again."""
@@ -70,15 +70,15 @@ class LostBatches:
 
     Attributes:
         count: Number of these batches.
-        described: Number of them that the chief knows about.
+        reported_count: Number of them that the chief knows about.
     """
 
     count: int = 0
-    described: int = 0
+    reported_count: int = 0
 
     def describe(self) -> str:
         """A note for the chief, if more batches are lost than it knows about; otherwise empty."""
-        if self.count <= self.described:
+        if self.count <= self.reported_count:
             return ""
-        self.described = self.count
+        self.reported_count = self.count
         return f"{self.count} {'batch' if self.count == 1 else 'batches'} of this fit() lost with workers or a server"

@@ -48,7 +48,7 @@ class EpochValidation:
                 if self._covers(request):
                     return Values(0), self._logs
                 fit = schedule.fit
-                if (over := fit.superseded(request.fit, request.era)) is not None:
+                if (over := fit.superseded_response(request.fit, request.era)) is not None:
                     return over, ()
                 if fit.epoch is not None and fit.epoch.number > request.epoch:
                     return Acknowledged(), ()

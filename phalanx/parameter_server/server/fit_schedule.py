@@ -68,7 +68,7 @@ class FitSchedule:
             as a repetition by its ticket's serial.
 
     Attributes:
-        newest: Serial of the newest applied step; -1 before the first.
+        newest_serial: Serial of the newest applied step; -1 before the first.
         steps_by_epoch: Number of steps of each earlier epoch.
         lost: Issued batches that no worker is known to have trained on.
         is_on_hold: Whether the chief pauses the training.
@@ -86,7 +86,7 @@ class FitSchedule:
         self.staleness = BoundedStaleness(rules.staleness, workers)
         self.reports = EpochReports()
         self.order = SampleOrder()
-        self.newest = -1
+        self.newest_serial = -1
         self.steps_by_epoch: dict[int, int] = {}
         self.lost = LostBatches()
         self.is_on_hold = False
@@ -124,7 +124,7 @@ class FitSchedule:
         """Number of steps issued in the open epoch; 0 if none is open."""
         return 0 if self.epoch is None else self.epoch.count
 
-    def superseded(self, fit: int, era: int) -> EpochOver | FitOver | None:
+    def superseded_response(self, fit: int, era: int) -> EpochOver | FitOver | None:
         """The response to a worker in a `fit` that the chief has ended, or has declared again in another era."""
         if self.has_ended(fit):
             return FitOver()
@@ -158,14 +158,14 @@ class FitSchedule:
         self, worker: Worker, epoch: EpochBatches, connected: Collection[Worker]
     ) -> Ticket | EpochOver | None:
         # One joint step at a time: a member that has finished it waits until the merge has settled its ticket.
-        if self.tickets.joint is None:
+        if self.tickets.joint_ticket is None:
             if self.is_on_hold:
                 return None
             ticket = self._next_ticket(worker, epoch, tuple(sorted(connected)))
             if ticket is None:
-                return EpochOver(epoch.count, newest=self.newest)
-            self.tickets.begin_joint(ticket)
-        return self.tickets.issue_joint(worker)
+                return EpochOver(epoch.count, newest_serial=self.newest_serial)
+            self.tickets.begin_joint_step(ticket)
+        return self.tickets.issue_joint_ticket(worker)
 
     def _next_ticket(self, worker: Worker, epoch: EpochBatches, members: tuple[Worker, ...]) -> Ticket | None:
         batch = epoch.draw()
@@ -186,7 +186,7 @@ class FitSchedule:
 
     def complete(self, ticket: Ticket) -> None:
         """Complete the step of this ticket."""
-        self.newest = max(self.newest, ticket.serial)
+        self.newest_serial = max(self.newest_serial, ticket.serial)
         if self.is_open(ticket.fit, ticket.epoch):
             self.reports.completed += 1
         self.staleness.count_step(ticket.member)
@@ -211,7 +211,11 @@ class FitSchedule:
 
     def restore(self, ticket: Ticket) -> None:
         """Return a ticket to a worker that had only lost its connection and still takes the step."""
-        if self.tickets.restore_joint(ticket) or self.epoch is None or not self.is_open(ticket.fit, ticket.epoch):
+        if (
+            self.tickets.restore_joint_ticket(ticket)
+            or self.epoch is None
+            or not self.is_open(ticket.fit, ticket.epoch)
+        ):
             return
         # If another worker already has the batch, it is trained on twice: the push of an untracked ticket counts too.
         if self.epoch.reclaim(ticket.batch):

@@ -35,13 +35,13 @@ from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
 
-SEEK_S = 0.5
+REPLICA_CHECK_INTERVAL_S = 0.5
 """Seconds between two checks that the replica still exists."""
-FIRST_SEEK_S = 0.05
+FIRST_CONTACT_INTERVAL_S = 0.05
 """Seconds between two attempts to reach the other server at the start, while workers wait for it."""
-ATTEMPT_S = 5.0
+DIAL_TIMEOUT_S = 5.0
 """Seconds for one attempt."""
-IDLE_S = 3600.0
+IDLE_TIMEOUT_S = 3600.0
 """Seconds that a leader may be silent before it must reconnect to its replica. Its death is noticed immediately."""
 
 
@@ -58,12 +58,12 @@ class LeaderOffer(msgspec.Struct, frozen=True):
 
     Attributes:
         description: Description of the server's task.
-        is_fresh: Whether it has no values yet.
+        has_no_values: Whether it has no values yet.
         term: Term in which it leads.
     """
 
     description: TaskDescription
-    is_fresh: bool
+    has_no_values: bool
     term: int
 
 
@@ -82,7 +82,7 @@ class GroupLeadership:
 
     Attributes:
         role: See `GroupRole`.
-        following: Link to the leader, while this server follows.
+        leader_link: Link to the leader, while this server follows.
         followed_until: Time until which the other server led, as far as is known, by the monotonic clock; initially,
             when this server was started.
         is_job_over: Whether the leader has reported that the job is over.
@@ -109,7 +109,7 @@ class GroupLeadership:
         self._on_follow = on_follow
         self.role = GroupRole.FOLLOWING if not is_own else GroupRole.LEADING if other is None else GroupRole.UNSETTLED
         self._term = 0  # grows with each change of leader; if two servers lead, the greater term is right
-        self.following: Link | None = None
+        self.leader_link: Link | None = None
         self.followed_until = time.monotonic()
         self.is_job_over = False
         # Held while a record from the leader is applied, and while this server becomes the leader. Acquired before
@@ -125,21 +125,21 @@ class GroupLeadership:
         if self._other is not None:
             self._threads.start("replicas", self._maintain_replica)
 
-    def lead(self) -> None:
-        """Take the lead: the chief has lost the other server, or that server has lost its values."""
+    def become_leader(self) -> None:
+        """Become the leader: the chief has lost the other server, or that server has lost its values."""
         with self._applying, self._changed:
             if self.is_leading:
                 return
             logger.warning("%s leads the shards of group %d from now on.", self._me.task, self._number)
             self.followed_until = time.monotonic()
             self._term += 1
-            self._recovery.take_the_lead()
+            self._recovery.become_leader()
             self.role = GroupRole.LEADING  # last: from here on, workers are admitted without this lock
-            if self.following is not None:
-                self.following.close()  # wakes `_follow`, which then applies nothing more
+            if self.leader_link is not None:
+                self.leader_link.close()  # wakes `_follow`, which then applies nothing more
             self._changed.notify_all()
 
-    def _follow_other(self) -> None:
+    def _become_follower(self) -> None:
         """Follow the other server, which leads."""
         with self._changed:
             if self.is_leading:
@@ -152,7 +152,7 @@ class GroupLeadership:
 
     def check_leader(self, now: float, first_contact_until: float, return_s: float) -> None:
         """Raise PeerLostError if this server's leader has been gone for too long. Called with the lock held."""
-        if self.following is not None:
+        if self.leader_link is not None:
             self.followed_until = now
         elif now - max(self.followed_until, first_contact_until) > return_s:
             raise peer_lost(str(self._other), f"training; it did not return within {return_s:g} s")
@@ -164,7 +164,7 @@ class GroupLeadership:
         assert self._other is not None
         while True:
             with self._changed:
-                pause_s = 0.0 if self.role is GroupRole.UNSETTLED else SEEK_S
+                pause_s = 0.0 if self.role is GroupRole.UNSETTLED else REPLICA_CHECK_INTERVAL_S
                 if self._changed.wait_for(self._threads.closing.is_set, pause_s):
                     return
                 is_wanted = self.role is not GroupRole.FOLLOWING and not self.is_job_over
@@ -176,13 +176,13 @@ class GroupLeadership:
                     self._other,
                     f"{REPLICATE}/{self._number}",
                     msgspec.msgpack.encode(offer),
-                    deadline=time.monotonic() + ATTEMPT_S,
+                    deadline=time.monotonic() + DIAL_TIMEOUT_S,
                 )
             except PhalanxError as error:
                 if isinstance(error, RefusedError) and error.welcome.refusal == LEADING:
-                    self._follow_other()
+                    self._become_follower()
                 else:  # it is starting, or temporarily absent
-                    time.sleep(FIRST_SEEK_S)
+                    time.sleep(FIRST_CONTACT_INTERVAL_S)
                 continue
             if self._store.replica.attach(link, self._store.state):
                 if self._store.fit >= 0:
@@ -204,15 +204,15 @@ class GroupLeadership:
         if disagreement := describe_disagreement(self._me.description, offer.description):
             return Welcome(refusal=DISAGREEMENT, reason=disagreement)
         # Without waiting for the chief: the other server has lost its values, and has not led since it started.
-        if offer.is_fresh and self._store.fit >= 0:
-            self.lead()
+        if offer.has_no_values and self._store.fit >= 0:
+            self.become_leader()
         with self._changed:
             was_leading = self.is_leading
             if was_leading and self._term >= offer.term:
                 return Welcome(refusal=LEADING, reason=f"{self._me.task} leads group {self._number} now.")
             self._term = offer.term  # the two terms are equal from here on, until one of the servers takes the lead
         if was_leading:  # it was stopped or cut off while the chief promoted the other one
-            self._follow_other()
+            self._become_follower()
         return Welcome()
 
     def adopt(self, hello: Hello, link: Link) -> None:
@@ -222,16 +222,16 @@ class GroupLeadership:
     def _follow(self, link: Link) -> None:
         """Apply what the leader applies, until its link ends. Runs in a thread."""
         with self._applying, self._changed:
-            self.following = link
+            self.leader_link = link
         try:
             while True:
-                record, buffers = replication.receive(link, IDLE_S)
+                record, buffers = replication.receive(link, IDLE_TIMEOUT_S)
                 with self._applying:
-                    if self.is_leading or self.following is not link:
+                    if self.is_leading or self.leader_link is not link:
                         return  # the record is from a former leader
                     self._apply(record, buffers)
                 replication.acknowledge(link)  # only now may the leader answer its workers
-        except replication.LOST as error:
+        except replication.LINK_ERRORS as error:
             if not (self._threads.closing.is_set() or self.is_job_over or self.is_leading):
                 logger.warning("%s: %s", self._me.task, error)
         except FrameError as error:
@@ -239,15 +239,15 @@ class GroupLeadership:
         finally:
             link.close()
             with self._changed:
-                if self.following is link:
-                    self.following = None
+                if self.leader_link is link:
+                    self.leader_link = None
 
     def _apply(self, record: replication.Record, buffers: Sequence[memoryview]) -> None:
         match record:
             case GroupState():
                 self._store.restore(record, buffers)
             case AppliedUpdate():
-                self._store.follow(record, buffers)
+                self._store.apply_replicated(record, buffers)
             case SetLearningRate(rate):
                 self._store.set_learning_rate(rate)
             case EndFit(fit):

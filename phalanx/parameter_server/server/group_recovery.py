@@ -59,9 +59,10 @@ class GroupRecovery:
         self._is_head = is_head
         self._replicated_by = replicated_by
         self._snapshots = snapshots
-        self._found = None if snapshots is None else snapshots.newest()  # a previous process's, until it is restored
+        # A previous process's, until it is restored.
+        self._found_snapshot = None if snapshots is None else snapshots.newest()
         # Protects the decisions of `declare` and `rejoin`, and the order of snapshots. Acquired before the store's
-        # lock. `take_the_lead` does not need it: no worker is answered before this process leads.
+        # lock. `become_leader` does not need it: no worker is answered before this process leads.
         self._lock = threading.Lock()
         self.took_over = False
         self._superseded: SupersededError | None = None
@@ -70,7 +71,7 @@ class GroupRecovery:
         self._lost_updates = 0  # -1: restored, and not counted yet
         self._known_workers: set[Worker] = set()  # workers whose knowledge is from this process only
 
-    def take_the_lead(self) -> None:
+    def become_leader(self) -> None:
         """Become the leader, with the present values."""
         self.took_over = self._must_rebuild = self._store.fit >= 0
         self._restored_version, self._lost_updates = self._store.version, 0
@@ -153,7 +154,7 @@ class GroupRecovery:
             self._rebuild.rejoin(worker, message, order)
 
     def _restore(self, message: Rejoin) -> None:
-        found = self._found
+        found = self._found_snapshot
         state = None if found is None else _STATES.decode(found[0])
         if found is None or state is None or state.era < message.era:  # eras grow from job to job
             what = (
@@ -166,7 +167,7 @@ class GroupRecovery:
             )
             raise PeerLostError(f"{self._me.task} {what}", rank=-1, task=str(self._me.task), host="")
         self._store.restore(state, found[1])
-        self._found = None
+        self._found_snapshot = None
         self.took_over = self._must_rebuild = True
         self._rebuild.expect_workers()
         self._restored_version, self._lost_updates = state.version, -1  # even 0 lost updates are logged

@@ -25,7 +25,7 @@ from phalanx.parameter_server.server_protocol import LEASE_S, NOT_LEADING
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 
-RENEW_S = LEASE_S / 5
+RENEW_INTERVAL_S = LEASE_S / 5
 """Seconds between two requests."""
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -96,7 +96,7 @@ class LeaderLease:
                     self._until = max(self._until, requested_at + LEASE_S)
                     self._known_losses = losses if is_lost else self._known_losses
                     self._changed.notify_all()
-                self._threads.closing.wait(RENEW_S)
+                self._threads.closing.wait(RENEW_INTERVAL_S)
         except (LinkClosedError, LinkTimeoutError, FrameError):
             pass  # the lease expires, and the chief reconnects if it still wants this server
         finally:

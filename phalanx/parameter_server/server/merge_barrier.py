@@ -68,7 +68,7 @@ class MergeBarrier:
         self._changed = changed
         self._pending: dict[MergeKey, _PendingMerge] = {}
         self._newest: dict[Worker, MergeKey] = {}  # newest push of each worker
-        self._late = 0
+        self._num_late = 0
 
     def abandon(self) -> None:
         """Invalidate all earlier pushes."""
@@ -96,8 +96,8 @@ class MergeBarrier:
         self._newest[ticket.member] = key
         self._changed.notify_all()
         if history.is_completed(key):
-            self._late += 1
-            return part.extras, f"it came too late and was discarded, like {self._late - 1} before it"
+            self._num_late += 1
+            return part.extras, f"it came too late and was discarded, like {self._num_late - 1} before it"
         pending = self._pending.setdefault(key, _PendingMerge())
         pending.disagreement = pending.disagreement or self._difference(pending, ticket.member, part.extras)
         pending.contributions[ticket.member] = part

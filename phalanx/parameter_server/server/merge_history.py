@@ -39,7 +39,7 @@ class MergeHistory:
 
     def __init__(self) -> None:
         self._completed: dict[MergeKey, None] = {}  # the newest, in order of completion
-        self._oldest: MergeKey = (-1, -1)  # all merges up to this one are completed
+        self._completed_up_to: MergeKey = (-1, -1)  # all merges up to this one are completed
         self._results: dict[MergeKey, MergeResult] = {}
         self._newest_by_member: dict[Worker, MergeKey] = {}
 
@@ -56,7 +56,7 @@ class MergeHistory:
             oldest = next(iter(self._completed))
             del self._completed[oldest]
             # Asynchronous steps complete out of order, but only synchronous ones ask `is_completed`.
-            self._oldest = max(self._oldest, oldest)
+            self._completed_up_to = max(self._completed_up_to, oldest)
 
     def result_for(self, key: MergeKey, member: Worker) -> MergeResult | None:
         """The result of a completed merge that contains this worker's gradients; None if there is none."""
@@ -64,11 +64,11 @@ class MergeHistory:
         return result if result is not None and member in result.members else None
 
     def is_completed(self, key: MergeKey) -> bool:
-        return key in self._completed or key <= self._oldest
+        return key in self._completed or key <= self._completed_up_to
 
     def newest_serial(self) -> int:
         """Serial of the newest completed step; -1 before the first."""
-        return max((*self._completed, self._oldest))[0]
+        return max((*self._completed, self._completed_up_to))[0]
 
     def state(self) -> tuple[tuple[tuple[int, int, tuple[Worker, ...], int], ...], list[Array]]:
         """The results as `GroupState.completed`, and their extras in order."""
@@ -85,7 +85,9 @@ class MergeHistory:
             history.record((serial, phase), MergeResult(members, _take(arrays, number)))
         # Earlier merges are no longer known. Updates outside epochs have negative serials, which do not indicate the
         # order.
-        history._oldest = max([history._oldest, *((serial, phase) for serial, phase, _, _ in completed)])
+        history._completed_up_to = max(
+            [history._completed_up_to, *((serial, phase) for serial, phase, _, _ in completed)]
+        )
         return history
 
 

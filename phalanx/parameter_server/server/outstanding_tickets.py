@@ -16,25 +16,25 @@ class OutstandingTickets:
 
     Attributes:
         by_serial: Tickets of single workers.
-        joint: Step that all workers are taking now.
+        joint_ticket: Ticket of the step that all workers are taking now.
     """
 
     def __init__(self) -> None:
         self.by_serial: dict[int, Ticket] = {}
-        self.joint: Ticket | None = None
+        self.joint_ticket: Ticket | None = None
         self._joint_holders: set[Worker] = set()  # members that have received their copy
 
     def add(self, tickets: Iterable[Ticket]) -> None:
         """Add outstanding tickets of single workers."""
         self.by_serial |= {ticket.serial: ticket for ticket in tickets}
 
-    def begin_joint(self, ticket: Ticket, holders: Iterable[Worker] = ()) -> None:
+    def begin_joint_step(self, ticket: Ticket, holders: Iterable[Worker] = ()) -> None:
         """Begin a joint step, or continue it if some of its members already hold its ticket."""
-        self.joint, self._joint_holders = ticket, set(holders)
+        self.joint_ticket, self._joint_holders = ticket, set(holders)
 
-    def issue_joint(self, worker: Worker) -> Ticket | None:
+    def issue_joint_ticket(self, worker: Worker) -> Ticket | None:
         """The worker's copy of the joint ticket; None if it already has one, or is not a member."""
-        joint = self.joint
+        joint = self.joint_ticket
         if joint is None or worker in self._joint_holders or worker not in joint.members:
             return None
         self._joint_holders.add(worker)
@@ -42,13 +42,13 @@ class OutstandingTickets:
 
     def settle(self, serial: int) -> None:
         """Remove the tickets of this step, which is over."""
-        if self.joint is not None and self.joint.serial == serial:
-            self.joint = None
+        if self.joint_ticket is not None and self.joint_ticket.serial == serial:
+            self.joint_ticket = None
         self.by_serial.pop(serial, None)
 
-    def restore_joint(self, ticket: Ticket) -> bool:
+    def restore_joint_ticket(self, ticket: Ticket) -> bool:
         """Return a ticket of the joint step to its member. Returns whether the ticket is of that step."""
-        if self.joint is None or self.joint.serial != ticket.serial:
+        if self.joint_ticket is None or self.joint_ticket.serial != ticket.serial:
             return False
         self._joint_holders.add(ticket.member)
         return True
@@ -60,9 +60,9 @@ class OutstandingTickets:
         for ticket in released:
             del self.by_serial[ticket.serial]
         # As long as one member remains, the merge completes without the lost worker, and its batch counts as trained.
-        if self.joint is not None and not any(member in connected for member in self.joint.members):
-            released.append(self.joint)
-            self.joint = None
+        if self.joint_ticket is not None and not any(member in connected for member in self.joint_ticket.members):
+            released.append(self.joint_ticket)
+            self.joint_ticket = None
         return released
 
     def holders(self) -> set[Worker]:

@@ -12,7 +12,7 @@ from phalanx.cluster.peer_identification import PROBE, ProbeService
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.monitoring.worker_figures import ServerFigures
 from phalanx.parameter_server.server.running_clock import RunningClock
-from phalanx.parameter_server.server.shard_group import SNAPSHOT_S, ShardGroup
+from phalanx.parameter_server.server.shard_group import SNAPSHOT_INTERVAL_S, ShardGroup
 from phalanx.parameter_server.server.snapshots import Snapshots
 from phalanx.parameter_server.server.worker_membership import POLL_S
 from phalanx.parameter_server.server_protocol import CHIEF_WORKER, LEAD, LEASE, PURPOSE, REPLICATE
@@ -33,7 +33,7 @@ class ParameterServer:
         self,
         me: TaskIdentity,
         snapshots: Snapshots | None = None,
-        snapshot_s: float = SNAPSHOT_S,
+        snapshot_s: float = SNAPSHOT_INTERVAL_S,
         *,
         is_replicated: bool = False,
     ):
@@ -112,7 +112,7 @@ class _LeadService:
 
     def admit(self, hello: Hello) -> Welcome:
         if hello.task == self._chief:
-            self._group.leadership.lead()
+            self._group.leadership.become_leader()
         return self._group.admit(hello)
 
 

@@ -33,12 +33,12 @@ Array = np.ndarray[Any, Any]
 Record = GroupState | messages.AppliedUpdate | messages.SetLearningRate | messages.EndFit | messages.JobOver
 State = tuple[GroupState, list[Array]]
 
-REPLICA_S = 20.0
+REPLICA_TIMEOUT_S = 20.0
 """Seconds that a replica may take for an update. A stopped one is then dropped, and replaced when it runs again."""
 PART_BYTES = 64 * 1024**2
 """Number of bytes of a record that the replica must receive in that time. All values with the optimizer's state take
 minutes on a slow network; in parts, a replica that is stopped meanwhile is dropped as soon as any other."""
-LOST = (LinkClosedError, LinkTimeoutError)
+LINK_ERRORS = (LinkClosedError, LinkTimeoutError)
 
 _RECORDS = Decoder(Record)
 _encode = msgspec.msgpack.Encoder().encode
@@ -104,18 +104,18 @@ class ReplicaStream:
             try:
                 contents = [np.ascontiguousarray(array) for array in arrays]
                 for part in _parts(encode_frame(_encode(record), contents)):
-                    self._link.send_bytes(part, deadline=time.monotonic() + REPLICA_S)
+                    self._link.send_bytes(part, deadline=time.monotonic() + REPLICA_TIMEOUT_S)
                 self._unacknowledged += 1
-            except LOST:
+            except LINK_ERRORS:
                 self._detach()
 
     def wait(self) -> None:
         """Wait until the replica has applied everything that was sent."""
         try:
             while self._link is not None and self._unacknowledged:
-                self._link.receive(deadline=time.monotonic() + REPLICA_S)
+                self._link.receive(deadline=time.monotonic() + REPLICA_TIMEOUT_S)
                 self._unacknowledged -= 1
-        except LOST:
+        except LINK_ERRORS:
             self._detach()
 
     def replicate(self, record: Record) -> None:
@@ -160,4 +160,4 @@ def receive(link: Link, idle_s: float) -> tuple[Record, list[memoryview]]:
 
 def acknowledge(link: Link) -> None:
     """Confirm that the record was applied."""
-    link.send(_ACKNOWLEDGED, deadline=time.monotonic() + REPLICA_S)
+    link.send(_ACKNOWLEDGED, deadline=time.monotonic() + REPLICA_TIMEOUT_S)

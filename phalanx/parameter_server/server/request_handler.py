@@ -15,7 +15,7 @@ from phalanx.arrays.allocation import copy_arrays
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import EvictedError, FrameError, LinkClosedError, LinkTimeoutError, PeerLostError, PhalanxError
 from phalanx.parameter_server import server_messages as messages
-from phalanx.parameter_server.server.group_requests import Handler, Sender
+from phalanx.parameter_server.server.group_requests import Handler, RequestContext
 from phalanx.parameter_server.server.schedule_rebuild import ScheduleRebuild
 from phalanx.parameter_server.server.worker_membership import WorkerMembership
 from phalanx.parameter_server.server_messages import (
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
-SEND_S = 60.0
+SEND_TIMEOUT_S = 60.0
 """Seconds that a worker may take to read a response. A stopped worker blocks only its own thread."""
 BEFORE_REBUILD = frozenset(
     {
@@ -65,7 +65,7 @@ class RequestHandler:
         me: This task.
         members: The workers.
         rebuild: Rebuilds the schedule if this process became the head during a `fit`.
-        table: Handlers by kind of request.
+        handlers: Handlers by kind of request.
         wait_for_lease: Returns once this server may answer; see `leader_lease`.
     """
 
@@ -74,13 +74,13 @@ class RequestHandler:
         me: TaskIdentity,
         members: WorkerMembership,
         rebuild: ScheduleRebuild,
-        table: dict[type, Handler],
+        handlers: dict[type, Handler],
         wait_for_lease: Callable[[], None],
     ):
         self._me = me
         self._members = members
         self._rebuild = rebuild
-        self._table = table
+        self._handlers = handlers
         self._wait_for_lease = wait_for_lease
 
     def serve(
@@ -89,7 +89,7 @@ class RequestHandler:
         link_name: str,
         link: Link,
         *,
-        on_goodbye: Callable[[LeaveJob], tuple[str, ...]],
+        on_leave: Callable[[LeaveJob], tuple[str, ...]],
         is_closing: Callable[[], bool],
     ) -> str:
         """Answer one worker until it leaves or its link ends, and close the link.
@@ -98,10 +98,10 @@ class RequestHandler:
             worker: Number of the worker.
             link_name: Name of its link.
             link: The link.
-            on_goodbye: Called before the goodbye is answered; returns the tasks that are excluded.
+            on_leave: Called before `LeaveJob` is answered; returns the tasks that are excluded.
             is_closing: Returns whether this server closes the link itself.
 
-        Returns: how the link ended, as a sentence; empty after a goodbye.
+        Returns: how the link ended, as a sentence; empty after `LeaveJob`.
         """
         channel: SharedMemoryChannel | None = None  # of this link; a worker that reconnects offers memory again
         try:
@@ -110,7 +110,7 @@ class RequestHandler:
                 header, buffers = link.receive(deadline=math.inf)
                 request = _REQUESTS.decode(header)
                 if isinstance(request, LeaveJob):
-                    _send(link, Acknowledged(on_goodbye(request)))
+                    _send(link, Acknowledged(on_leave(request)))
                     return ""
                 if isinstance(request, OfferSharedMemory):
                     accepted = SharedMemoryChannel.accept(request.offer)
@@ -122,13 +122,13 @@ class RequestHandler:
                         raise FrameError("gradients in memory that is not shared")
                     buffers = channel.read(TO_SERVER, request.lengths)
                 copy = copy_arrays if channel is None else channel.copies
-                answer, arrays = self._answer(Sender(worker, link_name, buffers, copy), request)
+                answer, arrays = self._answer(RequestContext(worker, link_name, buffers, copy), request)
                 # Only the response may still refer to `buffers`: once it is sent, the worker overwrites that memory.
                 if channel is not None and isinstance(answer, Values) and isinstance(request, _VIA_MEMORY):
                     region, lengths = channel.write_values(arrays)
                     if lengths:
                         answer, arrays = msgspec.structs.replace(answer, lengths=lengths, memory_region=region), ()
-                _send(link, answer, arrays, max(SEND_S, self._me.config.timeout_s))
+                _send(link, answer, arrays, max(SEND_TIMEOUT_S, self._me.config.timeout_s))
         except (LinkClosedError, LinkTimeoutError) as error:
             if not is_closing():
                 logger.warning("%s: %s", self._me.task, error)
@@ -141,11 +141,11 @@ class RequestHandler:
             if channel is not None:
                 channel.close()
 
-    def _answer(self, sender: Sender, request: Request) -> tuple[Response, Sequence[Array]]:
+    def _answer(self, context: RequestContext, request: Request) -> tuple[Response, Sequence[Array]]:
         """The response to a request; a refusal if its handler raises."""
-        name = self._members.names[sender.worker]
+        name = self._members.names[context.worker]
         try:
-            if self._members.table.is_evicted(sender.link):
+            if self._members.table.is_evicted(context.link):
                 raise EvictedError(
                     f"{name} made no progress for too long and was evicted; training continued without it. Start it "
                     f"again to take part."
@@ -155,8 +155,8 @@ class RequestHandler:
             if kind not in WITHOUT_LEASE:
                 self._wait_for_lease()
             if kind not in BEFORE_REBUILD:
-                self._rebuild.wait(sender.worker, self._me.config.timeout_s)
-            return self._table[kind](sender, request) or _ACKNOWLEDGED
+                self._rebuild.wait(context.worker, self._me.config.timeout_s)
+            return self._handlers[kind](context, request) or _ACKNOWLEDGED
         except LinkClosedError:
             raise  # handled by `serve`: another server answers this worker
         except PeerLostError as error:
@@ -172,7 +172,7 @@ _VIA_MEMORY = (PushGradients, PullValues)
 _ACKNOWLEDGED: tuple[Response, Sequence[Array]] = (Acknowledged(), ())
 
 
-def _send(link: Link, answer: Response, arrays: Sequence[Array] = (), patience_s: float = SEND_S) -> None:
+def _send(link: Link, answer: Response, arrays: Sequence[Array] = (), patience_s: float = SEND_TIMEOUT_S) -> None:
     link.send(
         _encode(answer), [np.ascontiguousarray(array) for array in arrays], deadline=time.monotonic() + patience_s
     )

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
-REJOIN_S = 60.0
+REJOIN_TIMEOUT_S = 60.0
 """Seconds that a new leader waits for workers: one in the middle of a long step has not noticed the change yet."""
 
 
@@ -50,7 +50,7 @@ class ScheduleRebuild:
     def expect_workers(self) -> None:
         """Expect the workers of the process that led before: they are about to connect here, and are not lost."""
         with self._schedule.changed:
-            self._members.table.expect_all(REJOIN_S)
+            self._members.table.expect_all(REJOIN_TIMEOUT_S)
 
     def start(self) -> None:
         """Issue no tickets until the workers have reported their positions."""
@@ -90,7 +90,7 @@ class ScheduleRebuild:
             while schedule.fit.phase is FitPhase.REBUILDING:
                 waited_s = schedule.clock() - self._since
                 all_came = len(self._positions.keys() | self._new_processes) == len(members.names)
-                if CHIEF_WORKER in self._positions and (all_came or waited_s > min(REJOIN_S, timeout_s / 2)):
+                if CHIEF_WORKER in self._positions and (all_came or waited_s > min(REJOIN_TIMEOUT_S, timeout_s / 2)):
                     self._finish()
                     schedule.changed.notify_all()
                 else:
@@ -121,7 +121,7 @@ def skip_serials(fit: FitSchedule, messages: Iterable[Rejoin]) -> None:
 def rebuild_fit(fit: FitSchedule, positions: Mapping[Worker, WorkerPosition]) -> bool:
     """Continue from the workers' positions. Returns whether an epoch is open."""
     chief, order = positions[CHIEF_WORKER]
-    # A worker of another era learns from `FitSchedule.superseded` that it must go back; its tickets are void.
+    # A worker of another era learns from `FitSchedule.superseded_response` that it must go back; its tickets are void.
     here = [message for message, _ in positions.values() if message.era == fit.era]
     same = [m for m in here if (m.fit, m.epoch) == (chief.fit, chief.epoch)]
     # Including tickets of a worker that has the first ticket of this epoch and has not begun the epoch yet.
@@ -135,7 +135,7 @@ def rebuild_fit(fit: FitSchedule, positions: Mapping[Worker, WorkerPosition]) ->
     fit.phase = FitPhase.RUNNING
     fit.epoch = epoch = EpochBatches(chief.epoch, None if chief.steps < 0 else chief.steps)
     # Batches beyond it, which only lost workers knew of, are issued a second time.
-    epoch.next = max([message.batches for message in same] + [ticket.batch + 1 for ticket in tickets])
+    epoch.next_unissued = max([message.batches for message in same] + [ticket.batch + 1 for ticket in tickets])
     fit.order = SampleOrder(chief.order_epoch, np.zeros(0, np.int64) if order is None else order)
     # Workers that are ahead have reported, and will report again.
     fit.reports.participants = {w for w, (m, _) in positions.items() if m in here and m.epoch >= chief.epoch}
@@ -146,14 +146,14 @@ def rebuild_fit(fit: FitSchedule, positions: Mapping[Worker, WorkerPosition]) ->
             joint = max(tickets, key=lambda ticket: ticket.serial)
             if all(message.finished < joint.serial for message in here):
                 holders = {ticket.member for ticket in tickets if ticket.serial == joint.serial}
-                fit.tickets.begin_joint(joint, holders)
+                fit.tickets.begin_joint_step(joint, holders)
         return True
     fit.tickets.by_serial.clear()
     fit.tickets.add(tickets)
     known = len(fit.tickets.by_serial) + sum(message.steps_made for message in same)
     # A worker that is ahead knows that the epoch is over, so no worker held any of its tickets.
     is_any_ahead = any((m.fit, m.epoch) > (chief.fit, chief.epoch) for m in here)
-    if not is_any_ahead and (unknown := epoch.next - known) > 0:
+    if not is_any_ahead and (unknown := epoch.next_unissued - known) > 0:
         fit.lost.count += unknown
         logger.warning(
             "Up to %d batches of epoch %d are lost: they were handed out, and no connected worker has them or has "

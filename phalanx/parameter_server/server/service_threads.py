@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-END_S = 5.0
+JOIN_TIMEOUT_S = 5.0
 """Seconds that threads may take to end once their links are closed: longer than any update takes."""
 
 
@@ -26,7 +26,7 @@ class ServiceThreads:
             self._threads = [*(each for each in self._threads if each.is_alive()), thread]
 
     def join(self) -> None:
-        """Wait for the threads, for at most `END_S`."""
-        until = time.monotonic() + END_S
+        """Wait for the threads, for at most `JOIN_TIMEOUT_S`."""
+        until = time.monotonic() + JOIN_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))

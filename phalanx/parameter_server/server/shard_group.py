@@ -20,7 +20,7 @@ from phalanx.cluster.spec import Task
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import LinkClosedError, PeerLostError, RendezvousError
 from phalanx.monitoring.worker_figures import ServerFigures
-from phalanx.parameter_server.server.chief_announcements import ChiefAnnouncements
+from phalanx.parameter_server.server.chief_broadcasts import ChiefBroadcasts
 from phalanx.parameter_server.server.group_leadership import GroupLeadership, GroupRole
 from phalanx.parameter_server.server.group_recovery import GroupRecovery
 from phalanx.parameter_server.server.group_requests import GroupRequests
@@ -40,11 +40,11 @@ from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
 
-RETURN_S = 60.0
+RETURN_TIMEOUT_S = 60.0
 """Seconds that the chief may be absent before the job counts as lost, unless PHALANX_RETURN_TIMEOUT is set."""
-SNAPSHOT_S = 10.0
+SNAPSHOT_INTERVAL_S = 10.0
 """Seconds between two snapshots: what a server may lose, weighed against pauses of training for copying values."""
-RELINK_S = 6.0
+RECONNECT_TIMEOUT_S = 6.0
 """Seconds that a synchronous step waits for workers, without which it would lack their samples. With a replica, workers
 disconnect to look for the leader, and return within PREFER_REPLICA_S (`client`) and a few attempts."""
 
@@ -83,8 +83,8 @@ class ShardGroup:
         self._has_noticed = not (is_own and number == 0)  # only the head logs which workers are missing
         names = tuple(str(task) for task in me.tasks)
         # Without the chief, no leader can tell whether it still leads.
-        relink_s, chief_relink_s = (0.0, 0.0) if other is None else (RELINK_S, self._return_s)
-        table = WorkerTable(names, relink_s=relink_s, chief_relink_s=chief_relink_s, clock=clock)
+        reconnect_s, chief_reconnect_s = (0.0, 0.0) if other is None else (RECONNECT_TIMEOUT_S, self._return_s)
+        table = WorkerTable(names, reconnect_s=reconnect_s, chief_reconnect_s=chief_reconnect_s, clock=clock)
         self._members = members = WorkerMembership(names, me.config.rendezvous_timeout_s, table, clock)
         schedule, is_head = StepSchedule(members), number == 0
         rebuild = ScheduleRebuild(schedule)
@@ -102,15 +102,15 @@ class ShardGroup:
         requests = GroupRequests(
             me.config,
             *parts,
-            ChiefAnnouncements(members),
+            ChiefBroadcasts(members),
             is_head=is_head,
             confirm_update=None if other is None else lambda: self._wait_for_lease(lambda: self.lease.covers_updates),
         )
-        self._handler = RequestHandler(me, members, rebuild, requests.table(), self._wait_for_lease)
+        self._handler = RequestHandler(me, members, rebuild, requests.handlers(), self._wait_for_lease)
 
     @property
     def _return_s(self) -> float:
-        return self._me.config.return_timeout_s or RETURN_S
+        return self._me.config.return_timeout_s or RETURN_TIMEOUT_S
 
     @property
     def figures(self) -> ServerFigures:
@@ -128,8 +128,8 @@ class ShardGroup:
         with self._changed:
             self._threads.closing.set()
             links = self._open_links()
-            if self.leadership.following is not None:
-                links.append(self.leadership.following)
+            if self.leadership.leader_link is not None:
+                links.append(self.leadership.leader_link)
             self._changed.notify_all()
         for link in links:
             link.close()
@@ -209,7 +209,7 @@ class ShardGroup:
             raise self._chief_lost()
 
     def _chief_lost(self) -> PeerLostError:
-        return self._members.table.lost(CHIEF_WORKER, f"training; it did not return within {self._return_s:g} s")
+        return self._members.table.lost_error(CHIEF_WORKER, f"training; it did not return within {self._return_s:g} s")
 
     # The listener's service.
 
@@ -246,10 +246,10 @@ class ShardGroup:
     def _serve(self, worker: Worker, name: str, link: Link) -> None:
         self._store.wake()  # not in the listener's thread: the store may be busy
 
-        def on_goodbye(message: LeaveJob) -> tuple[str, ...]:
+        def on_leave(message: LeaveJob) -> tuple[str, ...]:
             if self._members.table.is_evicted(name):
                 return ()  # another process may have replaced it
-            self._members.say_goodbye(worker, message.failure)
+            self._members.record_leave(worker, message.failure)
             self.wake()
             if worker == CHIEF_WORKER:
                 for lost in set(message.excluded).intersection(self._members.names):
@@ -259,9 +259,7 @@ class ShardGroup:
 
         why = ""
         try:
-            why = self._handler.serve(
-                worker, name, link, on_goodbye=on_goodbye, is_closing=self._threads.closing.is_set
-            )
+            why = self._handler.serve(worker, name, link, on_leave=on_leave, is_closing=self._threads.closing.is_set)
         finally:
             is_gone = self._members.detach(worker, name, why)
             self.wake()
@@ -271,7 +269,7 @@ class ShardGroup:
     def _forget_workers(self) -> Sequence[Link]:
         """Forget the workers, because this server no longer leads. Returns the links to close."""
         with self._members.changed:
-            self._members.table.forget_former_leader()
+            self._members.table.forget_departures()
         return self._open_links()
 
     def _open_links(self) -> list[Link]:

@@ -68,7 +68,7 @@ class StepSchedule:
             era: Era of the `fit`; None: the next one.
         """
         with self.changed:
-            chief = self.members.table.process(CHIEF_WORKER)
+            chief = self.members.table.incarnation(CHIEF_WORKER)
             # A restarted chief continues from what it has restored, and so does the count.
             went_back = bool(self._declared_by and chief) and chief != self._declared_by
             self.global_step = step if went_back else max(self.global_step, step)
@@ -130,7 +130,7 @@ class StepSchedule:
         with self.changed:
             requested_at = self.clock()
             while True:
-                if (over := self.fit.superseded(fit, era)) is not None:
+                if (over := self.fit.superseded_response(fit, era)) is not None:
                     return over
                 if fit == self.fit.number and self.fit.order.epoch >= number:
                     return self.fit.order.indices
@@ -181,7 +181,7 @@ class StepSchedule:
                 if not self.members.table.has_link(worker, link):
                     name = self.members.names[worker]
                     raise EvictedError(f"{name} was evicted, or started again in another process.")
-                if (over := self.fit.superseded(fit, era)) is not None:
+                if (over := self.fit.superseded_response(fit, era)) is not None:
                     return over
                 epoch = self.fit.epoch
                 if epoch is not None and fit == self.fit.number and epoch.number >= number:
@@ -231,7 +231,7 @@ class StepSchedule:
             self.fit.complete(ticket)
             self.changed.notify_all()
 
-    def confirm_step(self, ticket: Ticket) -> None:
+    def settle_counted_step(self, ticket: Ticket) -> None:
         """End the step of this ticket, which was applied and counted before."""
         with self.changed:
             self.fit.tickets.settle(ticket.serial)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 
-class FitFacts(NamedTuple):
+class JoinedFitState(NamedTuple):
     """State that a worker needs to join a `fit`; see `FitJoined`."""
 
     first_epoch: int
@@ -58,7 +58,7 @@ class PushResult(NamedTuple):
 
 
 @dataclass
-class _FormerFit:
+class _PreviousFit:
     """Last values of the previous `fit`, for workers that have not joined the next one yet."""
 
     number: int = -1
@@ -94,7 +94,7 @@ class VariableStore:
         self._is_leading = is_leading
         self.changed = threading.Condition()
         self._shards: DeclaredShards | None = None
-        self._former = _FormerFit()
+        self._previous_fit = _PreviousFit()
         self.history = MergeHistory()
         self._barrier = MergeBarrier(schedule.members, self.changed)
         self.replica = ReplicaStream(index, self.changed)
@@ -113,9 +113,9 @@ class VariableStore:
         with self.changed:
             if (message.fit, message.era) == (self.fit, self._schedule.fit.era):
                 return  # a repeated request, after the chief's link was lost
-            if (former := self._shards) is not None:
+            if (previous := self._shards) is not None:
                 workers = set(range(len(self._members.names)))
-                self._former = _FormerFit(self.fit, former.values(copy_arrays), former.tables, workers)
+                self._previous_fit = _PreviousFit(self.fit, previous.values(copy_arrays), previous.tables, workers)
             self._shards = DeclaredShards(self._index, message, message.slots, buffers)
             self._barrier.abandon()
             self.history = MergeHistory()
@@ -136,7 +136,7 @@ class VariableStore:
 
     def join(
         self, worker: Worker, fit: int, variables: tuple[PlacedVariable, ...], timeout_s: float
-    ) -> FitFacts | None:
+    ) -> JoinedFitState | None:
         """Wait until the chief has declared this `fit`, and compare the models; None if it has declared a later one.
 
         Raises:
@@ -149,7 +149,7 @@ class VariableStore:
             until = members.clock() + timeout_s
             while self._shards is None or self.fit < fit:
                 if members.has_chief_left:
-                    raise members.table.lost(CHIEF_WORKER, "the start of `fit`")
+                    raise members.table.lost_error(CHIEF_WORKER, "the start of `fit`")
                 if members.clock() > until:
                     raise CollectiveTimeoutError(
                         f"{members.names[CHIEF_WORKER]} did not begin `fit` within {timeout_s:g} s."
@@ -163,10 +163,12 @@ class VariableStore:
                     f"The model is not the same on all tasks: {difference} Every task must build the same model, in "
                     f"the same order."
                 )
-            self._former.workers_behind.discard(worker)
-            if not self._former.workers_behind:
-                self._former = _FormerFit()
-            return FitFacts(declared.first_epoch, declared.model.tables, self._shards.groups, declared.step_offset)
+            self._previous_fit.workers_behind.discard(worker)
+            if not self._previous_fit.workers_behind:
+                self._previous_fit = _PreviousFit()
+            return JoinedFitState(
+                declared.first_epoch, declared.model.tables, self._shards.groups, declared.step_offset
+            )
 
     # State for snapshots and replicas.
 
@@ -203,7 +205,7 @@ class VariableStore:
             self._schedule.resume_fit(state)
             self.changed.notify_all()
 
-    def follow(self, record: messages.AppliedUpdate, buffers: Sequence[memoryview]) -> None:
+    def apply_replicated(self, record: messages.AppliedUpdate, buffers: Sequence[memoryview]) -> None:
         """On the replica, apply what the leader has applied."""
         with self.changed:
             assert self._shards is not None, "the leader sends its state first"
@@ -243,7 +245,7 @@ class VariableStore:
         with self.changed:
             self._wait_for_step(after)
             if fit < self.fit:  # the worker is late to finish the previous one
-                return version, self._former.values if fit == self._former.number else []
+                return version, self._previous_fit.values if fit == self._previous_fit.number else []
             if self._shards is None or version == self.version:
                 return self.version, []
             return self.version, self._shards.values(copy)
@@ -271,8 +273,8 @@ class VariableStore:
             return [table.copy() for table in self._tables_of(fit)]
 
     def _tables_of(self, fit: int) -> list[Array]:
-        if fit < self.fit and fit == self._former.number:
-            return self._former.tables
+        if fit < self.fit and fit == self._previous_fit.number:
+            return self._previous_fit.tables
         return [] if self._shards is None else self._shards.tables
 
     def pull_optimizer(self, *, tables: bool) -> tuple[Slots, list[Array]]:
@@ -309,7 +311,7 @@ class VariableStore:
             # The era, not the number: a restarted chief declares the same `fit` again, with different values.
             if ticket.era != self._schedule.fit.era:
                 extras = arrays_of(buffers, message.dtypes)[len(buffers) - len(message.extras) :]
-                self._confirm(message)
+                self._settle_counted_step(message)
                 return PushResult(
                     self.version,
                     [],
@@ -325,7 +327,7 @@ class VariableStore:
             known = self.history.result_for(key, ticket.member)
             if known is not None:  # the response was lost
                 extras = known.extras
-                self._confirm(message)
+                self._settle_counted_step(message)
             elif rules.synchronous:
                 part = Contribution(message.share, gradients, extras)
                 extras, note = self._barrier.push(
@@ -340,9 +342,9 @@ class VariableStore:
             rows = gather_rows(shards.tables, wanted) if wanted else []
             return PushResult(self.version, values, rows, extras, note)
 
-    def _confirm(self, message: PushGradients) -> None:
+    def _settle_counted_step(self, message: PushGradients) -> None:
         if self._is_head and message.has_gradients:
-            self._schedule.confirm_step(message.ticket)
+            self._schedule.settle_counted_step(message.ticket)
 
     def _apply(self, key: MergeKey, merged: MergedStep, message: PushGradients) -> str:
         """Apply a merge here and on the replica. Returns what was wrong with it, for the log."""

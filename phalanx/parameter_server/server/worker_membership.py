@@ -1,7 +1,7 @@
 """The workers that a server counts on, and waits that end with the chief.
 
 The condition `changed` of a server's membership is the only lock of its schedule. It protects the table of workers, the
-`FitSchedule`, the rebuild and the chief's announcements, and is reentrant. Lock order: `ShardGroup`'s lock, then
+`FitSchedule`, the rebuild and the chief's broadcasts, and is reentrant. Lock order: `ShardGroup`'s lock, then
 `VariableStore`'s, then this one; a thread that holds this lock acquires neither of the others. Before all of them come
 `GroupLeadership._applying` and `GroupRecovery._lock`, which no thread holds at the same time.
 """
@@ -62,14 +62,14 @@ class WorkerMembership:
         """Connect a worker by the link of this name (`link_name`). Returns the link that it replaces."""
         with self.changed:
             # Its tickets return to the schedule: a new process has none. If it only reconnects, `Rejoin` restores them.
-            self._leave(worker)
+            self._disconnect(worker)
             former = self.table.connect(worker, name, link)
             for observer in self._observers if worker in self.table.connected else ():
                 observer.worker_joined(worker)
             self.changed.notify_all()
             return former
 
-    def say_goodbye(self, worker: Worker, failure: str = "") -> None:
+    def record_leave(self, worker: Worker, failure: str = "") -> None:
         """Record that a worker has finished, or failed with this error. Waits for the chief end with it."""
         with self.changed:
             self.table.leave(worker, failure)
@@ -78,14 +78,14 @@ class WorkerMembership:
     def detach(self, worker: Worker, name: str, why: str = "") -> bool:
         """Remove a link that has ended. Returns whether it was its worker's current link.
 
-        A worker that has not said goodbye is lost; `why` is then a sentence, or empty.
+        A worker that has not left the job is lost; `why` is then a sentence, or empty.
         """
         with self.changed:
             # Evicted workers are present and do not count: their end is no loss. Checked before the link is removed.
             counted = self.table.has_link(worker, name)
             is_present = self.table.remove(worker, name)
             if counted:
-                self._leave(worker)
+                self._disconnect(worker)
                 if worker not in self.table.left:
                     self.table.expect_return(worker, why)
                 self.changed.notify_all()
@@ -97,10 +97,10 @@ class WorkerMembership:
             if self.table.is_present(worker):
                 logger.warning("%s makes no progress: training continues without it.", self.names[worker])
             self.table.evict(worker)
-            self._leave(worker)
+            self._disconnect(worker)
             self.changed.notify_all()
 
-    def _leave(self, worker: Worker) -> None:
+    def _disconnect(self, worker: Worker) -> None:
         self.table.connected.discard(worker)
         for observer in self._observers:
             observer.worker_left(worker)
@@ -112,7 +112,7 @@ class WorkerMembership:
 
     # The chief.
 
-    def chief_is_alive(self) -> None:
+    def record_chief_heartbeat(self) -> None:
         """Record that the chief is still working, which extends waits for it."""
         self.chief_heard_at = self.clock()
 
@@ -138,7 +138,7 @@ class WorkerMembership:
             CollectiveTimeoutError: the deadline has passed.
         """
         if self.has_chief_left:
-            raise self.table.lost(CHIEF_WORKER, "fit")
+            raise self.table.lost_error(CHIEF_WORKER, "fit")
         remaining = until - self.clock()
         if remaining <= 0:
             if CHIEF_WORKER not in self.table.seen:
@@ -146,7 +146,7 @@ class WorkerMembership:
                     f"{self.names[CHIEF_WORKER]} did not join the job in time. Is it started, with the same cluster?"
                 )
             if CHIEF_WORKER not in self.table.connected:
-                raise self.table.lost(CHIEF_WORKER, "fit; it did not return within the time set")
+                raise self.table.lost_error(CHIEF_WORKER, "fit; it did not return within the time set")
             raise CollectiveTimeoutError(
                 f"{reason()} in time (PHALANX_TIMEOUT). It is connected, so it is busy, stopped or waiting for "
                 f"something else."

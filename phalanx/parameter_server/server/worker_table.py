@@ -16,29 +16,31 @@ class WorkerTable:
 
     Args:
         names: The workers' names, by number.
-        relink_s: Seconds for which a worker whose connection broke is expected to reconnect.
-        chief_relink_s: The same time for the chief.
+        reconnect_s: Seconds for which a worker whose connection broke is expected to reconnect.
+        chief_reconnect_s: The same time for the chief.
         clock: Returns the current time in seconds.
 
     Attributes:
         links: Name (`link_name`) and link of each worker that has one, including evicted processes.
         connected: Workers that count: they have a link and are not evicted.
         seen: Workers that have ever been connected.
-        left: Workers that have said goodbye.
+        left: Workers that have left the job (`LeaveJob`).
         chief_failure: Error that the chief ended with; empty without one.
     """
 
-    def __init__(self, names: tuple[str, ...], *, relink_s: float, chief_relink_s: float, clock: Callable[[], float]):
+    def __init__(
+        self, names: tuple[str, ...], *, reconnect_s: float, chief_reconnect_s: float, clock: Callable[[], float]
+    ):
         self._names = names
-        self._relink_s = relink_s
-        self._chief_relink_s = chief_relink_s
+        self._reconnect_s = reconnect_s
+        self._chief_reconnect_s = chief_reconnect_s
         self._clock = clock
         self.links: dict[Worker, tuple[str, Link | None]] = {}
         self.connected: set[Worker] = set()
         self.seen: set[Worker] = set()
         self.left: set[Worker] = set()
         self.chief_failure = ""
-        self._lost_since: dict[Worker, float] = {}  # without a goodbye
+        self._lost_since: dict[Worker, float] = {}  # workers that have not left the job
         self._expected_until: dict[Worker, float] = {}  # workers without a link that may reconnect
         self._endings: dict[Worker, str] = {}  # how the connections of lost workers ended, as sentences
         self._evicted: set[str] = set()  # incarnations: a process stays evicted on all its later links
@@ -56,7 +58,7 @@ class WorkerTable:
         return former
 
     def leave(self, worker: Worker, failure: str) -> None:
-        """Record a worker's goodbye, with the error that it ended with, or none."""
+        """Record that a worker has left the job, with the error that it ended with, or none."""
         self.left.add(worker)
         if worker == CHIEF_WORKER:
             self.chief_failure = failure
@@ -70,17 +72,17 @@ class WorkerTable:
             self._lost_since[worker] = self._clock()
         return True
 
-    def forget_former_leader(self) -> None:
+    def forget_departures(self) -> None:
         """Forget workers that left, were lost or evicted here: this server did not lead; the other one had them."""
         self.left.clear()
         self._lost_since.clear()
         self._evicted.clear()
 
     def expect_return(self, worker: Worker, why: str) -> None:
-        """Expect a worker that has left without a goodbye to reconnect; `why` is a sentence, or empty."""
+        """Expect a worker whose connection was lost to reconnect; `why` is a sentence, or empty."""
         self._endings[worker] = why
         self._expected_until[worker] = self._clock() + (
-            self._chief_relink_s if worker == CHIEF_WORKER else self._relink_s
+            self._chief_reconnect_s if worker == CHIEF_WORKER else self._reconnect_s
         )
 
     def expect_all(self, within_s: float) -> None:
@@ -94,7 +96,7 @@ class WorkerTable:
         if self.is_present(worker):
             self._endings[worker] = "it made no progress for too long, and training continued without it."
         if worker in self.connected:
-            self._evicted.add(self.process(worker))
+            self._evicted.add(self.incarnation(worker))
         self._expected_until.pop(worker, None)
 
     def evicted_tasks(self) -> tuple[str, ...]:
@@ -113,7 +115,7 @@ class WorkerTable:
         """Whether this is the link of a worker that counts."""
         return worker in self.connected and self.links[worker][0] == name
 
-    def process(self, worker: Worker) -> str:
+    def incarnation(self, worker: Worker) -> str:
         """The incarnation of a worker's process; "" if it is not connected."""
         return incarnation_of(self.links[worker][0]) if worker in self.connected else ""
 
@@ -130,7 +132,7 @@ class WorkerTable:
         now = self._clock()
         return now - self._lost_since.get(worker, now)
 
-    def lost(self, worker: Worker, during: str) -> PeerLostError:
+    def lost_error(self, worker: Worker, during: str) -> PeerLostError:
         """The error that names a worker that is no longer connected."""
         ending = self._endings.get(worker)
         return peer_lost(self._names[worker], during, f"{ending} {SEE_TASK_OUTPUT}" if ending else CONNECTION_CLOSED)

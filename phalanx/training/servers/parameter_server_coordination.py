@@ -409,7 +409,7 @@ class ParameterServerCoordination:
         self._state.epoch += 1
         self._stops = isinstance(self._answer, FitOver)
         if self._worker.is_chief:  # other workers see only a part
-            others_stop = self._worker.client.ask_head(RequestStop(self._fit, stop=False))
+            others_stop = self._worker.client.query_head(RequestStop(self._fit, stop=False))
             self._stops |= others_stop or bool(self._remote_model.model.stop_training)
 
     @contextmanager

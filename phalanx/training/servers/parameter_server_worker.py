@@ -84,7 +84,7 @@ class ParameterServerWorker:
 
     def is_job_over(self) -> bool:
         """Whether the chief has left the job."""
-        return self.client.ask_head(QueryJobOver())
+        return self.client.query_head(QueryJobOver())
 
     @contextmanager
     def fitting(self) -> Iterator[None]:

@@ -146,7 +146,7 @@ class ParameterServerMerge(Merge):
 
     def _end_epoch(self, response: EpochOver | FitOver) -> None:
         """End the epoch, or begin the new era to which the chief has gone back."""
-        self._after = response.newest if isinstance(response, EpochOver) else -1
+        self._after = response.newest_serial if isinstance(response, EpochOver) else -1
         if isinstance(response, EpochOver) and response.resume_epoch >= 0:
             self.tickets.begin_era(response.era)
 

@@ -1,4 +1,4 @@
-"""Announcements of the chief to the other workers, through the head."""
+"""Broadcasts of the chief to the other workers, through the head."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from phalanx.parameter_server.server_protocol import CHIEF_WORKER
 Array = np.ndarray[Any, Any]
 
 
-class ChiefAnnouncements:
-    """The chief's broadcasts. Each worker's thread uses it; protected by the membership's lock."""
+class ChiefBroadcasts:
+    """The newest broadcast of each subject. Each worker's thread uses it; protected by the membership's lock."""
 
     def __init__(self, members: WorkerMembership):
         self._members = members
