@@ -172,10 +172,10 @@ def ssh_variables(port: int | None, identity_file: Path | None) -> dict[str, str
 
 
 def variables(**values: Any) -> dict[str, str]:
-    """The variables that options set. Options that are not given leave the environment as it is.
+    """The environment variables that options set. Omitted options leave the environment unchanged.
 
     Args:
-        values: of the options by name, such as `cycle_time_ms`; None or False if an option is not given.
+        values: Values of the options by name, such as `cycle_time_ms`; None or False for omitted options.
 
     Raises: ConfigurationError if the job would end before the warning.
     """

@@ -47,7 +47,7 @@ class Operation:
 
     Attributes:
         description: what all ranks must agree on.
-        layouts: for reductions, the arrays grouped by dtype.
+        layouts: The arrays grouped by dtype; empty unless this is a reduction.
         nbytes: bytes that each rank (of a broadcast: the root) contributes; 0 if that differs between calls.
     """
 

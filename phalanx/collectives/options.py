@@ -44,7 +44,7 @@ class CommunicationOptions:
             history, metrics and predictions. Each global batch is cut into the same micro-batches, whichever worker
             computes them; what these contribute is summed in one fixed order. It costs speed:
             see docs/concepts/numbers.md.
-        micro_batches: with `deterministic`, the number of micro-batches per global batch. Fewer are faster; workers
+        micro_batches: Number of micro-batches per global batch if `deterministic` is set. Fewer are faster; workers
             beyond that number have nothing to compute.
 
     Example: `CommunicationOptions(bytes_per_pack=1 << 20, timeout_seconds=120.0)`.

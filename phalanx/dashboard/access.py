@@ -21,7 +21,7 @@ def cookie_name(port: int) -> str:
 
 
 def cookie_value(token: str) -> str:
-    """The token, which a user may have chosen, in characters that a cookie may have."""
+    """The token, which a user may have chosen, quoted for use in a cookie."""
     return urllib.parse.quote(token, safe="")
 
 
@@ -29,10 +29,10 @@ def refusal(headers: Mapping[str, str], query_token: str, token: str, port: int)
     """Why a request is refused; empty if it may be answered.
 
     Args:
-        headers: with names in lower case.
-        query_token: the token in the address; empty if there is none.
-        token: the right one.
-        port: of this server.
+        headers: Request headers, with lower-case names.
+        query_token: Token from the URL; empty if there is none.
+        token: Expected token.
+        port: Port of this server.
     """
     host = headers.get("host", "")
     if _name_of(host) not in LOOPBACK_NAMES:

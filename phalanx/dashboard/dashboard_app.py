@@ -50,10 +50,10 @@ class Dashboard:
     """The state that the handlers share.
 
     Args:
-        hub: knows the jobs.
-        token: see `access`.
-        port: of this server.
-        control: whether the buttons may act.
+        hub: Source of the jobs.
+        token: Access token; see `access`.
+        port: Port of this server.
+        control: Whether the buttons are enabled.
 
     """
 

@@ -35,11 +35,12 @@ class JobHub:
     """All jobs, or one of them.
 
     Args:
-        only: the id of the one job to follow; None for all.
+        only: ID of the one job to follow; None for all jobs.
 
     Attributes:
-        only: as given.
-        jobs: by id, the newest last. Replaced by `update`, and never changed: other threads may go through it.
+        only: The argument.
+        jobs: Jobs by ID, newest last. `update` replaces the dictionary and never modifies it, so that other threads
+            can iterate over it.
     """
 
     def __init__(self, only: str | None = None):

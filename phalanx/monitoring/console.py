@@ -142,10 +142,10 @@ class LiveLine:
     """The terminal's last line, drawn by the chief: its output in, the terminal's input out.
 
     Args:
-        prefix: of the line.
-        is_notebook: whether the "terminal" is a cell of a notebook: of control sequences it knows carriage returns and
-            colors.
-        color: whether the chief's own colors are let through.
+        prefix: Text that precedes the line.
+        is_notebook: Whether the "terminal" is a notebook cell, which supports only two kinds of control sequences:
+            carriage returns and colors.
+        color: Whether to keep the chief's own colors.
     """
 
     def __init__(self, prefix: str, *, is_notebook: bool = False, color: bool = True):
@@ -225,11 +225,11 @@ class Console:
 
     Args:
         tasks: names of the tasks, in rank order; rank 0 is the chief.
-        out, err: where stdout and stderr of the tasks go; the same object if they are the same place.
-        columns: width of the terminal; None if `out` is no terminal, and NOTEBOOK if it is the cell of a notebook.
-        color: whether prefixes are colored, and the tasks' own colors let through.
-        logs: for each task a file for all of its output; empty to log nothing.
-        quiet: whether start-up lines of TensorFlow are left out; they are logged all the same.
+        out, err: Destinations of the tasks' stdout and stderr; the same object if both go to the same place.
+        columns: Width of the terminal; None if `out` is not a terminal, NOTEBOOK if it is a notebook cell.
+        color: Whether to color prefixes and keep the tasks' own colors.
+        logs: One file per task for all of its output; empty to log nothing.
+        quiet: Whether to hide TensorFlow's start-up lines. They are still logged.
     """
 
     def __init__(

@@ -19,14 +19,14 @@ class JobStarted(msgspec.Struct, frozen=True, tag="job_started"):
     """The launcher is about to start the tasks; again, if it restarts the whole job.
 
     Attributes:
-        job: its id.
-        program: its command line.
+        job: ID of the job.
+        program: Command line of the program.
         kind: FIXED, ELASTIC or SERVERS.
         tasks: names of all tasks, in rank order.
-        minimum, maximum: how many workers it may have.
-        host, pid: of the launcher.
-        version: of Phalanx.
-        log_dir: where the output of the tasks is logged; empty if nowhere.
+        minimum, maximum: Bounds on the number of workers.
+        host, pid: Host and process of the launcher.
+        version: Phalanx version.
+        log_dir: Folder of the tasks' logs; empty if there are none.
     """
 
     at: float
@@ -56,9 +56,9 @@ class TaskExited(msgspec.Struct, frozen=True, tag="task_exited"):
     """A process of a task has exited.
 
     Attributes:
-        code: as a shell reports it.
-        how: what that means.
-        by_launcher: whether the launcher ended it.
+        code: Exit code as a shell reports it.
+        how: Explanation of the code.
+        by_launcher: Whether the launcher ended the process.
     """
 
     at: float

@@ -35,11 +35,11 @@ INFO, GOOD, WARNING, BAD = "info", "good", "warning", "bad"
 ACTIONS = ("stop", "checkpoint", "scale", "drain")
 """What users can do with a job."""
 NO_RATES = {"steps_per_s": 0.0, "samples_per_s": 0.0, "bytes_per_s": 0.0, "network_bytes_per_s": 0.0}
-"""The rates of a job, and of a task, that does not run."""
+"""The rates of a job or task that is not running."""
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """The figures of one process at one time."""
+    """The figures of one process at one point in time."""
 
     at: float
     figures: WorkerFigures
@@ -49,29 +49,30 @@ class MemberView(msgspec.Struct, frozen=True):
     """A task.
 
     Attributes:
-        host, pid: of its present process, or the last one; a pid of 0 means that there was none yet.
-        is_running: whether that process runs.
-        is_member: whether it takes part in the present generation.
-        how: how the last process ended; empty while it runs.
-        has_failed: whether it ended with an error of its own.
-        starts: how often a process of it was started.
-        steps_before: steps that the job had taken when this process began to take part.
-        phase, epoch, step: what it does. Epochs, and the steps of an epoch, count from 0.
-        reported_at: when it was last heard of.
-        saves_checkpoint: whether it can be asked for a checkpoint.
-        steps_per_s, samples_per_s: over the last seconds.
-        bytes_per_s, network_bytes_per_s: sent in collectives; all of them, and those outside of shared memory.
-        updates_per_s: of a parameter server.
+        host, pid: Location of its current or last process; a pid of 0 means that none has started yet.
+        is_running: Whether that process is running.
+        is_member: Whether it belongs to the current generation.
+        how: Explanation of how the last process ended; empty while it runs.
+        has_failed: Whether it ended with its own error.
+        starts: Number of times that a process was started for it.
+        steps_before: Steps that the job had taken when this process joined.
+        phase, epoch, step: Current activity. Epochs, and steps within an epoch, count from 0.
+        reported_at: Time of its last report.
+        saves_checkpoint: Whether it can save a checkpoint on request.
+        steps_per_s, samples_per_s: Rates over the last seconds.
+        bytes_per_s, network_bytes_per_s: Rates of bytes sent in collectives: all of them, and those outside shared
+            memory.
+        updates_per_s: Update rate of a parameter server.
         compute_s, wait_s: seconds per step, over the last seconds; None if it took no step.
-        wait_fraction: the part of the last seconds that it waited.
-        computed_s, waited_s: in all its processes.
-        prepared_s: the part of `computed_s` before the first step of each process was over.
-        is_preparing: whether its process has not got so far yet.
-        memory: bytes; 0 if unknown.
-        gpu: its GPU; None if unknown.
-        is_slow: whether the others wait for it.
-        server: of a parameter server.
-        recent: what it reported in the last seconds.
+        wait_fraction: Fraction of the last seconds spent waiting.
+        computed_s, waited_s: Totals over all its processes.
+        prepared_s: The part of `computed_s` spent before each process had completed its first step.
+        is_preparing: Whether its current process has not completed its first step.
+        memory: Memory in bytes; 0 if unknown.
+        gpu: GPU that it computes on; None if unknown.
+        is_slow: Whether the other tasks wait for it.
+        server: Figures of a parameter server; None for other tasks.
+        recent: Reports of the last seconds.
     """
 
     task: str
@@ -164,20 +165,20 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class JobView(msgspec.Struct, frozen=True):
-    """Everything that is shown of a job.
+    """Everything that Phalanx displays about a job.
 
     Attributes:
-        started: how the job was started, the last time; None before.
-        began_at, ended_at, now: times of the first and the last event; `ended_at` is 0 while it runs.
+        started: Event of the last start of the job; None before the first one.
+        began_at, ended_at, now: Times of the first and the last event; `ended_at` is 0 while the job runs.
         status: RUNNING, SUCCEEDED, STOPPED or FAILED.
-        wanted: how many workers it should have.
+        wanted: Target number of workers.
         members: the tasks by name, in rank order.
-        epoch, step: where the training is, or was in its last step; both count from 0.
-        total_epochs: of this `fit`; None if unknown.
-        steps, samples, bytes_sent: since the job began, over all members.
-        restarts: how often the launcher has started the whole job again.
-        logs: the present loss and metrics of the training.
-        history: the curves, a point at least every `interval_s`; `thinned` counts how often they were thinned.
+        epoch, step: Position of the current or last training step; both count from 0.
+        total_epochs: Number of epochs of this `fit`; None if unknown.
+        steps, samples, bytes_sent: Totals over all members since the job began.
+        restarts: Number of times that the launcher has restarted the whole job.
+        logs: Current training loss and metrics.
+        history: Points of the curves, at least `interval_s` apart; `thinned` counts how often they were thinned.
         stragglers_seen: how often each task was a straggler.
     """
 

@@ -20,8 +20,8 @@ def place(epoch: int | None, step: int | None, total_epochs: int | None = None) 
     """A position in the training, such as `epoch 3 of 5, step 7`; empty if there is none.
 
     Args:
-        epoch: counted from 0; None outside of the epochs of `fit`.
-        step: of an epoch, counted from 0; without an epoch, a number that is shown as it is.
+        epoch: Epoch, counted from 0; None outside the epochs of `fit`.
+        step: Step within the epoch, counted from 0; without an epoch, a number that is shown unchanged.
         total_epochs: None leaves it out.
     """
     if epoch is None:

@@ -32,7 +32,7 @@ COMPILED_STEPS = 2
 UNCOUNTED_S = 60.0
 """Of programs that report no steps, such as custom loops, what comes after this time counts."""
 QUIET_S = 60.0
-"""Between two notes about slow members."""
+"""Minimum time between two warnings about slow members."""
 
 COLLECTIVE = "all_reduce"
 """The phase of a member that waits for others. It is not reported as stuck; the member it waits for is."""
@@ -42,12 +42,12 @@ class _Member:
     """The figures of a task that has reported.
 
     Attributes:
-        name: as shown to people.
-        window: its figures of the last seconds. They grow, so the last less the first is what it has done meanwhile.
-        position: where it was when it reported the last of them; None before two are known.
-        is_slow: whether the others wait for it.
-        is_noted: whether the user was told.
-        is_stuck: whether it has stayed at its position for too long.
+        name: Display name.
+        window: Figures of the last seconds. They are cumulative: the last minus the first is the work in between.
+        position: Position at the last report; None until there are two reports.
+        is_slow: Whether the other members wait for it.
+        is_noted: Whether the user was warned.
+        is_stuck: Whether it has stayed at its position for too long.
     """
 
     def __init__(self, name: str, now: float):

@@ -21,8 +21,8 @@ class SavedCheckpoint(msgspec.Struct, frozen=True):
     """The last checkpoint that this process has written.
 
     Attributes:
-        step: the number of training steps that it contains.
-        path: where it is.
+        step: Number of training steps that it contains.
+        path: Path of the checkpoint.
     """
 
     step: int
@@ -33,8 +33,8 @@ class ServerFigures(msgspec.Struct, frozen=True):
     """The work of a parameter server.
 
     Attributes:
-        version: of the values; it grows with every update.
-        workers: how many workers are connected.
+        version: Version of the values; it increases with every update.
+        workers: Number of connected workers.
     """
 
     version: int
@@ -45,10 +45,10 @@ class GpuFigures(msgspec.Struct, frozen=True):
     """The present load of a GPU.
 
     Attributes:
-        index: of the GPU on its host.
-        name: of its model.
-        utilization: the fraction of the time that it computes.
-        memory, memory_total: bytes in use, and in total.
+        index: Index of the GPU on its host.
+        name: Model name of the GPU.
+        utilization: Fraction of the time that the GPU computes.
+        memory, memory_total: Bytes in use and in total.
     """
 
     index: int
@@ -62,18 +62,18 @@ class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     """A process's figures since it started, unless noted otherwise.
 
     Attributes:
-        computed_s, waited_s: seconds outside of collectives and inside them, from when it had joined its job.
-        steps: training steps.
-        samples: that this process has trained on in these steps.
-        bytes_sent: in collectives, through shared memory or links.
-        bytes_on_links: the part of it that went over links.
-        memory: bytes of main memory that the process occupies now; 0 if unknown.
-        gpu: of the GPU that it computes on; None if unknown.
-        total_epochs: of the present `fit`; None before.
-        logs: the present loss and metrics; None for one that is not finite.
-        finished_epoch: the last one; None before.
-        checkpoint: the last one; None before.
-        server: of a parameter server.
+        computed_s, waited_s: Seconds outside and inside collectives since the process joined its job.
+        steps: Training steps taken.
+        samples: Samples that this process has trained on in these steps.
+        bytes_sent: Bytes sent in collectives, through shared memory or links.
+        bytes_on_links: The part of `bytes_sent` that was sent over links.
+        memory: Main memory in use now, in bytes; 0 if unknown.
+        gpu: Load of the GPU that it computes on; None if unknown.
+        total_epochs: Number of epochs of the current `fit`; None before the first.
+        logs: Current loss and metrics; None for values that are not finite.
+        finished_epoch: Last finished epoch, if any.
+        checkpoint: Last saved checkpoint, if any.
+        server: Figures of a parameter server; None for other tasks.
     """
 
     computed_s: float = 0.0
@@ -91,7 +91,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     server: ServerFigures | None = None
 
     def since(self, former: WorkerFigures) -> WorkerFigures:
-        """The figures of the time since the earlier ones; without momentary values."""
+        """The difference from earlier figures. Momentary values are left out."""
         return WorkerFigures(
             computed_s=self.computed_s - former.computed_s,
             waited_s=self.waited_s - former.waited_s,
@@ -103,13 +103,13 @@ class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TaskReport(msgspec.Struct, frozen=True):
-    """A task's present activity, about twice a second while there is something new.
+    """A task's current activity, reported about twice a second while it changes.
 
     Attributes:
-        phase, epoch, step: as in `runtime.progress`.
-        age_s: seconds since it began to do that.
-        saves_checkpoint: whether it can be asked for a checkpoint.
-        figures: None if there are no newer ones than those reported before.
+        phase, epoch, step: Current activity, as in `runtime.progress`.
+        age_s: Seconds since this activity began.
+        saves_checkpoint: Whether it can save a checkpoint on request.
+        figures: Current figures; None if they have not changed since the last report.
     """
 
     phase: str

@@ -26,15 +26,15 @@ class Accelerator:
     """One device of a topology.
 
     Attributes:
-        flops: of products of float32 in a second, unless told otherwise: TPUs compute them in bf16, GPUs in TF32.
-        memory_bytes: of a device.
-        memory_bytes_per_s: of this memory.
-        port_bytes_per_s: of what a collective uses of the interconnect, one way.
-        dimensions: of its torus; 1 for GPUs, which are those of a host.
-        example: of a topology.
-        type_name: of the machine type, before the number of chips or cores.
-        cores_counted: by how much that number is more than that of devices.
-        gpu: what XLA has to know of a GPU; None for a TPU.
+        flops: Peak rate of float32 matrix products with default settings: TPUs compute them in bf16, GPUs in TF32.
+        memory_bytes: Memory of a device.
+        memory_bytes_per_s: Bandwidth of this memory.
+        port_bytes_per_s: One-way interconnect bandwidth available to a collective.
+        dimensions: Dimensions of the torus; 1 for GPUs, which share one host.
+        example: An example topology.
+        type_name: Machine type without its number of chips or cores.
+        cores_counted: Ratio of that number to the number of devices.
+        gpu: XLA's description of the GPU; None for a TPU.
     """
 
     flops: float
@@ -57,19 +57,19 @@ ACCELERATORS = {
     "h200": Accelerator(494e12, 141e9, 4800e9, 450e9, 1, "h200:8", gpu=H200),
 }
 MAX_GPUS = 8
-"""Of a host. Between hosts they are slower than NVLink by an amount that depends on the network."""
+"""GPUs per host. Between hosts, they communicate more slowly than over NVLink, depending on the network."""
 
 _KNOWN = ", ".join([*(each.example for each in ACCELERATORS.values()), "cpu:4"])
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTopology:
-    """Devices that are not there.
+    """Devices to compile for, which this machine need not have.
 
     Attributes:
-        name: as JAX takes it.
-        devices: their number.
-        accelerator: of this kind; None for parts of a CPU.
+        name: Name that JAX accepts.
+        devices: Number of devices.
+        accelerator: Kind of the devices; None for CPU devices.
     """
 
     name: str
@@ -78,7 +78,7 @@ class DeviceTopology:
 
     @property
     def tpu_variables(self) -> dict[str, str]:
-        """What `libtpu` reads instead of asking a TPU host's metadata; none for CPUs and GPUs."""
+        """Variables that `libtpu` reads instead of a TPU host's metadata; empty for CPUs and GPUs."""
         if self.accelerator is None or self.accelerator.gpu:
             return {}
         chips = self.devices * self.accelerator.cores_counted
@@ -90,9 +90,9 @@ class DeviceTopology:
 
 
 def parse_topology(text: str) -> DeviceTopology:
-    """The topology of this name, such as `v5e:2x4` or `cpu:4`.
+    """Parse a topology such as `v5e:2x4` or `cpu:4`.
 
-    Raises: ConfigurationError naming those that are known.
+    Raises: ConfigurationError that lists the known ones.
     """
     kind, _, shape = text.strip().lower().partition(":")
     accelerator = ACCELERATORS.get(kind)
@@ -111,14 +111,14 @@ def parse_topology(text: str) -> DeviceTopology:
 
 
 def check_compiler(topology: DeviceTopology, backend: str | None) -> None:
-    """Check that a step can be compiled for a topology here.
+    """Check that this machine can compile a step for a topology.
 
     Args:
-        topology: the devices.
-        backend: of Keras, if the user has chosen one.
+        topology: Devices to compile for.
+        backend: Keras backend, if the user has chosen one.
 
     Raises:
-        UnsupportedError: Keras is to run on another backend than JAX.
+        UnsupportedError: The backend is not JAX.
         ConfigurationError: the compiler for these devices is not installed.
     """
     if backend not in (None, "", "jax"):

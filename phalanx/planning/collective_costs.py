@@ -25,8 +25,8 @@ class NetworkLink:
     """The network of each machine.
 
     Attributes:
-        bytes_per_s: payload in each direction.
-        latency_s: of one packet, one way.
+        bytes_per_s: Payload rate in each direction.
+        latency_s: One-way latency of a packet.
     """
 
     bytes_per_s: float
@@ -43,11 +43,11 @@ class SoftwareCosts:
     """Seconds of one core, as `collective_trial` measures them.
 
     Attributes:
-        link_byte_s: to encrypt, send, receive, decrypt and merge a byte that travels over a link.
-        pack_byte_s: to collect a byte from several arrays and to put it back.
-        message_s: of each packet, in addition to its bytes.
-        hop_s: until a rank that waited for a packet has passed it on.
-        local_byte_s: of a byte that two ranks merge through shared memory.
+        link_byte_s: Cost of encrypting, sending, receiving, decrypting and merging a byte over a link.
+        pack_byte_s: Cost of packing and unpacking a byte of several arrays.
+        message_s: Fixed cost of a packet.
+        hop_s: Time that a waiting rank needs to forward a packet.
+        local_byte_s: Cost of merging a byte of two ranks through shared memory.
     """
 
     link_byte_s: float

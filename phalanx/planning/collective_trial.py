@@ -27,15 +27,15 @@ from phalanx.transport.link import Link
 LARGE_BYTES = PACK_BYTES // 2
 SMALL_CHUNK_BYTES = 16 * 1024
 CALLS, WARM_UP_CALLS = 5, 1
-"""The fastest of these calls counts: whatever else runs on this machine only makes them slower."""
+"""The fastest call counts, because other load on this machine can only slow calls down."""
 BOUND_S = 300.0
 
 
 def measure_costs(*, encrypted: bool) -> SoftwareCosts:
-    """What collectives cost here; takes about two seconds.
+    """Measure the costs of collectives on this machine. Takes about two seconds.
 
     Args:
-        encrypted: as between hosts in a job with a secret.
+        encrypted: Whether to encrypt, as between hosts in a job with a secret.
 
     Raises: PhalanxError if the two processes do not finish.
     """

@@ -66,14 +66,14 @@ def examine(
     """Run a program as the first of `request.replicas` workers, and read what its `fit` writes.
 
     Args:
-        program: what follows `python` on a command line.
-        request: what it is asked; its `result` is a file that does not exist yet.
-        kind: of the result.
-        environment: of this process, or with changes.
-        timeout_s: how long the program may run.
-        cores: it runs on these alone; none: as this process.
+        program: Command line after `python`.
+        request: Request to the program; its `result` is a file that does not exist yet.
+        kind: Type of the result.
+        environment: Environment variables of the program.
+        timeout_s: Time limit of the program.
+        cores: The only cores that it may use; if empty, those of this process.
 
-    Raises: PhalanxError if it ends, or the time is up, before it has written a result.
+    Raises: PhalanxError if it exits or the time is up before it has written a result.
     """
     with tempfile.TemporaryFile() as output:
         with children_bound_to(cores):

@@ -1,4 +1,4 @@
-"""What XLA has to know of a GPU that is not there, to compile for it.
+"""Descriptions of GPUs with which XLA compiles for them on machines that have none.
 
 XLA takes a `GpuTargetConfigProto` as text. The figures of the H200 were recorded on one (`--xla_dump_to` writes them);
 those of the others are NVIDIA's. https://openxla.org/xla/gpu_aot_compilation
@@ -14,14 +14,14 @@ class GpuTarget:
     """A GPU.
 
     Attributes:
-        name: as its driver has it.
-        compute_capability: major and minor.
-        cores: multiprocessors.
-        fpus: arithmetic units for float32 of each.
-        shared_memory_bytes: of each.
-        l2_bytes: of the second-level cache.
-        memory_bytes, memory_bytes_per_s: of the device's memory.
-        clock_ghz: of the multiprocessors.
+        name: Name that its driver reports.
+        compute_capability: Major and minor version.
+        cores: Number of multiprocessors.
+        fpus: Float32 units per multiprocessor.
+        shared_memory_bytes: Shared memory per multiprocessor.
+        l2_bytes: Size of the L2 cache.
+        memory_bytes, memory_bytes_per_s: Size and bandwidth of the device's memory.
+        clock_ghz: Clock rate of the multiprocessors.
     """
 
     name: str

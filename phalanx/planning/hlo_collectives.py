@@ -1,4 +1,4 @@
-"""The collectives in the text of a compiled XLA program, and what in it waits for the host. All pure.
+"""Finds collectives and host calls in the text of a compiled XLA program. All functions are pure.
 
 The text is a list of computations, one of which is the entry; others are loop bodies, fusions, or the parts into which
 the compiler has cut a collective so that it overlaps with arithmetic. Such parts repeat the collective with the same
@@ -37,12 +37,12 @@ class HloCollective(msgspec.Struct, frozen=True):
     """One collective of a program.
 
     Attributes:
-        kind: one of `KINDS`.
-        dtype: of its values, as in `bf16`.
-        nbytes: of the whole value: what is reduced or gathered, or what one device exchanges.
-        group: how many devices take part together.
-        count: how often the program runs it.
-        origin: the operation of the model that it comes from, as JAX names it.
+        kind: One of `KINDS`.
+        dtype: XLA dtype, such as `bf16`.
+        nbytes: Size of the whole value that is reduced or gathered, or that one device exchanges.
+        group: Number of devices in a group.
+        count: Number of times that the program runs it.
+        origin: JAX name of the model's operation that causes it.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class HloCollective(msgspec.Struct, frozen=True):
 
     @property
     def sent_bytes(self) -> float:
-        """What each device sends, all times together, by algorithms that send least: rings, and direct exchange."""
+        """Bytes that each device sends in total with bandwidth-optimal algorithms (rings and direct exchange)."""
         share = (self.group - 1) / self.group
         factor = {"all-reduce": 2 * share, "collective-permute": 1.0, "collective-broadcast": 1.0}.get(self.kind, share)
         return self.count * self.nbytes * factor
@@ -66,11 +66,11 @@ class _Line(NamedTuple):
 
 
 def find_collectives(text: str, devices: int) -> list[HloCollective]:
-    """The collectives of a program, in its order.
+    """Return the collectives of a program in program order.
 
     Args:
-        text: of the compiled program.
-        devices: how many it is compiled for.
+        text: HLO text of the compiled program.
+        devices: Number of devices that it is compiled for.
     """
     runs = _run_counts(text)
     channels: dict[str, HloCollective] = {}
@@ -80,7 +80,7 @@ def find_collectives(text: str, devices: int) -> list[HloCollective]:
             continue
         group = _group_size(line.text, devices)
         if group == 1:
-            continue  # of each device with itself
+            continue  # each device is its own group
         channel = _CHANNEL.search(line.text)
         key = channel[1] if channel else f"line {number}"
         collective = _collective(match, line, group, runs.get(line.computation, 1))
@@ -93,7 +93,7 @@ def find_collectives(text: str, devices: int) -> list[HloCollective]:
 
 
 def find_host_calls(text: str) -> list[str]:
-    """What makes the devices wait for Python or the host in every step: callbacks, infeeds, transfers."""
+    """Return the operations that make devices wait for the host in every step: callbacks, infeeds, transfers."""
     found = (match for line in text.splitlines() if (match := _HOST.search(line)))
     return [match[1] or match[2] or "host transfer" for match in found]
 
@@ -126,14 +126,14 @@ def _lines(text: str) -> Iterator[_Line]:
 
 
 def _run_counts(text: str) -> dict[str, int]:
-    """How often the program runs each computation: once, except for loops whose number of rounds is known."""
+    """Count the runs of each computation: one, except in loops with a known number of iterations."""
     calls = [
         (line.computation, called, int(trips[1]) if (trips := _TRIPS.search(line.text)) else 1)
         for line in _lines(text)
         for called in _CALLED.findall(line.text)
     ]
-    runs: dict[str, int] = {}  # of one that is called from several places: where it runs most
-    # A computation stands in the text before what calls it.
+    runs: dict[str, int] = {}  # a computation with several callers counts for the one that runs it most
+    # In the text, a computation precedes its callers.
     for caller, called, trips in reversed(calls):
         runs[called] = max(runs.get(called, 1), runs.get(caller, 1) * trips)
     return runs
@@ -148,7 +148,7 @@ def _shape_bytes(shape: re.Match[str]) -> int:
 
 
 def _group_size(line: str, devices: int) -> int:
-    """How many devices take part together: listed, as a reshaped range, or by axes of a mesh."""
+    """Number of devices per group, which is written as a list, a reshaped range or axes of a mesh."""
     if listed := _LISTED_GROUPS.search(line):
         return len(listed[1].split(","))
     if iota := _IOTA_GROUPS.search(line):
@@ -156,4 +156,4 @@ def _group_size(line: str, devices: int) -> int:
     if mesh := _MESH_GROUPS.search(line):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", mesh[2]))
-    return devices  # no groups, or none listed: all together. The pairs of a permute need no group.
+    return devices  # no groups: all devices. The pairs of a permute need none.

@@ -1,4 +1,4 @@
-"""What a step needs that was compiled for devices which are not there, as the examined program writes it."""
+"""Resources of a step that was compiled for absent devices, as written by the examined program."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from phalanx.planning.hlo_collectives import HloCollective
 
 
 class ProgramMeasurement(msgspec.Struct, frozen=True, kw_only=True):
-    """One compiled training step. All figures are of one device, which all others equal.
+    """One compiled training step. All figures are per device and equal on all devices.
 
     Attributes:
-        devices: for how many it was compiled.
-        mesh: how the strategy arranges them.
-        weights: number of trainable weights of the model.
-        global_batch: samples of a step.
-        argument_bytes: state and batch, before the step.
-        output_bytes: state and logs, after it.
-        alias_bytes: of the outputs, what takes the memory of arguments.
-        temporary_bytes: at most, at one time.
-        code_bytes: of the program.
-        flops: floating point operations.
-        accessed_bytes: that arithmetic reads and writes in the device's memory.
-        collectives: in their order.
-        host_calls: what makes the device wait for the host.
-        refusal: the compiler's words, if the step does not fit; all that is known of it then.
+        devices: Number of devices that it was compiled for.
+        mesh: The strategy's arrangement of the devices.
+        weights: Number of trainable weights of the model.
+        global_batch: Samples per step.
+        argument_bytes: Size of state and batch before the step.
+        output_bytes: Size of state and logs after the step.
+        alias_bytes: The part of the outputs that reuses memory of the arguments.
+        temporary_bytes: Peak size of temporary values.
+        code_bytes: Size of the compiled code.
+        flops: Floating-point operations per step.
+        accessed_bytes: Bytes that the step reads and writes in device memory.
+        collectives: Collectives in program order.
+        host_calls: Operations that make the device wait for the host.
+        refusal: The compiler's message if the step does not fit; the other figures are then unknown.
     """
 
     devices: int
@@ -44,6 +44,6 @@ class ProgramMeasurement(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def needed_bytes(self) -> int:
-        """Memory of the device at the step's height."""
+        """Peak device memory of the step."""
         outputs = self.output_bytes - self.alias_bytes
         return self.argument_bytes + outputs + self.temporary_bytes + self.code_bytes

@@ -37,15 +37,14 @@ class StepPrediction:
 
 
 class ScalingModel:
-    """Predicts steps.
+    """Predicts the time of a step.
 
-    Between two measured numbers of replicas, the global batch is interpolated: a program may pass the same `batch_size`
-    whatever their number, or one that grows with it. The time that a replica computes is interpolated by its local
-    batch.
+    Interpolates the global batch between two measured numbers of replicas, because a program may keep its `batch_size`
+    constant or scale it with the number of replicas. Interpolates the compute time of a replica by its local batch.
 
     Args:
-        measurements: at least one, of different numbers of replicas.
-        costs: of collectives.
+        measurements: Measurements with different numbers of replicas; at least one.
+        costs: Costs of collectives.
     """
 
     def __init__(self, measurements: Sequence[StepMeasurement], costs: CollectiveCosts) -> None:

@@ -99,13 +99,13 @@ def check_plot(path: Path) -> None:
 
 
 def plot(predictions: Sequence[StepPrediction], marked: int, path: Path, title: str) -> None:
-    """Write a plot of throughput and of a step's parts over the number of machines.
+    """Plot the throughput and the parts of a step over the number of machines.
 
     Args:
-        predictions: in ascending order.
-        marked: number of machines that the user asked for.
-        path: an SVG or PNG file.
-        title: shown above.
+        predictions: Predictions in ascending order of machines.
+        marked: Number of machines that the user asked for.
+        path: SVG or PNG file to write.
+        title: Title of the plot.
 
     Raises: ConfigurationError if the file cannot be written.
     """

@@ -1,4 +1,4 @@
-"""What one replica's step computes and merges, as the examined program writes it and `phalanx plan` reads it."""
+"""Compute and communication of one replica's step, as exchanged by the examined program and `phalanx plan`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class StepMeasurement(msgspec.Struct, frozen=True):
     """The steps of one replica among `replicas`.
 
     Attributes:
-        replicas: how many replicas the program believed in.
-        local_batch, global_batch: samples of a step, of this replica and of all.
-        computed_s: seconds of a step without its collectives, the median.
-        steps: how many steps that is the median of.
-        cycle: number of steps after which the collectives repeat.
-        collectives: those of one cycle.
-        overlaps: whether collectives run during the steps that follow.
-        weights: number of trainable weights.
-        backend: of Keras.
+        replicas: Number of replicas that was simulated for the program.
+        local_batch, global_batch: Samples per step, of this replica and of all replicas.
+        computed_s: Median time of a step without its collectives.
+        steps: Number of steps that were measured.
+        cycle: Number of steps after which the collectives repeat.
+        collectives: Collectives of one cycle.
+        overlaps: Whether collectives run during the following steps.
+        weights: Number of trainable weights.
+        backend: Keras backend.
     """
 
     replicas: int
@@ -43,7 +43,7 @@ class StepMeasurement(msgspec.Struct, frozen=True):
 
 
 def write_result(path: Path, result: msgspec.Struct) -> None:
-    """Write a file that appears whole or not at all."""
+    """Write a result atomically."""
     part = path.with_name(path.name + ".part")
     part.write_bytes(msgspec.json.encode(result))
     os.replace(part, path)

@@ -99,11 +99,11 @@ class Handshake:
     Args:
         role: which end this is.
         secret: the job's secret; None is proved like any other secret, and encrypts nothing.
-        encrypt: whether this end wishes for encryption.
+        encrypt: Whether this end asks for encryption.
 
     Attributes:
         done: whether the other end has proved the secret.
-        keys: of the connection, once `done`; None if it is not encrypted.
+        keys: Keys of the connection, once `done`; None if it is not encrypted.
     """
 
     def __init__(self, role: Role, secret: bytes | None, *, encrypt: bool = True):

@@ -14,12 +14,12 @@ from phalanx.collectives.operation import CollectiveCall
 
 
 class RecordedCall(msgspec.Struct, frozen=True):
-    """What one rank brought to a collective.
+    """One rank's contribution to a collective.
 
     Attributes:
-        kind: all_reduce, broadcast, all_gather or all_to_all.
-        nbytes: bytes of its contribution, as they travel.
-        packs: for an all-reduce, number of arrays and bytes of each dtype.
+        kind: One of all_reduce, broadcast, all_gather and all_to_all.
+        nbytes: Size of the contribution on the wire.
+        packs: Number of arrays and bytes of each dtype; empty unless this is an all-reduce.
     """
 
     kind: str
@@ -30,11 +30,11 @@ class RecordedCall(msgspec.Struct, frozen=True):
 class RecordingAlgorithm(SingleProcessAlgorithm):
     """Rank 0 of a membership without links: every collective returns at once.
 
-    Sums have the right shapes and lack the others' parts, so what follows from them must not be kept.
+    Sums have the right shapes but lack the contributions of other ranks. Discard everything computed from them.
 
     Attributes:
-        calls: what was called since `reset`.
-        seconds: how long its copies have taken since then.
+        calls: The collectives called since `reset`.
+        seconds: Time spent on copies since then.
     """
 
     name = "recorded"

@@ -248,13 +248,13 @@ class SharedMemoryAlgorithm:
         lengths: Sequence[int],
         wanted: Sequence[tuple[int, int, Views]],
     ) -> None:
-        """Each rank publishes a stream of bytes; each reads what it wants of the others' streams.
+        """Publish a stream of bytes and read the wanted parts of the other ranks' streams.
 
         Args:
             outgoing: this rank's stream.
-            lengths: bytes in the stream of each position, known to all.
-            wanted: for each position, bytes `start` to `stop` of its stream, and where they go. The entry of
-                this rank itself is ignored.
+            lengths: Length of the stream of each position in bytes, known to all ranks.
+            wanted: Per position, the range `start` to `stop` of its stream and the views to copy it to. The entry
+                of this rank is ignored.
         """
         size = self._slot_bytes
         own = lengths[self._position]
