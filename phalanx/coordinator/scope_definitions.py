@@ -20,7 +20,7 @@ from phalanx.coordinator.coordinator_messages import Define
 from phalanx.coordinator.dispatcher import Dispatcher
 from phalanx.engines.tensors import Tensors
 from phalanx.errors import PhalanxError, UnsupportedError
-from phalanx.keras_compat.copies.model_copies import LayerCopy, copy_of
+from phalanx.keras_compat.copies.model_copies import LayerDescription, describe_layer
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.keras_compat.variables.host_values import to_host
 from phalanx.runtime.pickling import dumps_referring, refusing
@@ -198,8 +198,8 @@ class OutgoingDefinitions:
             f"{what} cannot travel to workers that run no program of their own",
             "Give its class a get_config() (see keras.saving), or run the same program on all tasks.",
         ):
-            made_from = copy_of(scoped) if isinstance(scoped, keras.layers.Layer) else scoped
-            unbuilt = made_from.unbuilt() if isinstance(made_from, LayerCopy) else made_from
+            made_from = describe_layer(scoped) if isinstance(scoped, keras.layers.Layer) else scoped
+            unbuilt = made_from.unbuilt() if isinstance(made_from, LayerDescription) else made_from
             # Digest of the recipe, without weights and building: a worker keeps its copy, and only builds it, if the
             # chief's was built or trained since.
             digest = hashlib.blake2b(self._pickled(unbuilt, refer), digest_size=16).digest()

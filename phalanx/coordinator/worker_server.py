@@ -21,7 +21,7 @@ from phalanx.coordinator.function_pickling import unpack
 from phalanx.coordinator.function_server import FunctionServer, draw_own_seeds
 from phalanx.coordinator.scope_definitions import NAMELESS, Definition, parts_of, state_of, trained_by_servers
 from phalanx.engines.random_state import draw_own_numbers, random_state
-from phalanx.keras_compat.copies.model_copies import LayerCopy
+from phalanx.keras_compat.copies.model_copies import LayerDescription
 from phalanx.keras_compat.copies.object_names import set_name_counters, set_path
 from phalanx.parameter_server.partitioners import Partitioner
 from phalanx.parameter_server.server_messages import UpdateRules
@@ -154,11 +154,11 @@ class WorkerServer:
             copied = (
                 worker.scope_registry.find(names[0])
                 if is_known
-                else copy.make()
-                if isinstance(copy, LayerCopy)
+                else copy.rebuild()
+                if isinstance(copy, LayerDescription)
                 else copy
             )
-            if is_known and isinstance(copy, LayerCopy):
+            if is_known and isinstance(copy, LayerDescription):
                 copy.build(copied)
         _name(copied, definition)
         if is_known:

@@ -41,7 +41,7 @@ class GradientRows(NamedTuple):
     of_any_batch: bool = False
 
 
-class MicroBatchKept(Exception):
+class UpdateDeferred(Exception):
     """The merge has what it needs of this micro-batch. The engine undoes its changes and receives the next one."""
 
 
@@ -102,7 +102,7 @@ class Merge(ABC):
 
         They belong to the merge. The call after the next one with the same layout overwrites them.
 
-        Raises: MicroBatchKept if another micro-batch of the same step follows.
+        Raises: UpdateDeferred if another micro-batch of the same step follows.
         """
 
 
@@ -132,7 +132,7 @@ class Engine(ABC):
     """Runs the steps of one compiled Keras model on this replica.
 
     `share` is this rank's fraction of the global batch. After each training step, weights, optimizer state, floating
-    non-trainable state and metrics are the same on every rank. If a step raises (a peer is lost, or `MicroBatchKept`),
+    non-trainable state and metrics are the same on every rank. If a step raises (a peer is lost, or `UpdateDeferred`),
     they are as before it, apart from random seeds.
 
     Args:
@@ -170,7 +170,7 @@ class Engine(ABC):
     @cached_property
     def counts_in_predictions(self) -> bool:
         """Whether predictions change the model's metrics."""
-        return model_state.has_metrics_of_layers(self._model)
+        return model_state.has_layer_metrics(self._model)
 
     @property
     def in_variables(self) -> bool:

@@ -19,11 +19,11 @@ from phalanx.keras_compat.global_batch.simulated_ranks import simulated_ranks
 Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 
-MOST_COLLECTIVES = 128
+MAX_COLLECTIVES = 128
 """Limit of collectives in one call of `compute`. Each costs one more attempt."""
 
 
-class Unanswered(BaseException):
+class CollectivePending(BaseException):
     """A rank needs what the others have not computed yet. Not an error that `except Exception` in a program catches."""
 
 
@@ -77,7 +77,7 @@ class LocalRanks(Merge):
         """
         self._answered, self._open = [], {}
         # Each round starts over, and reaches the first collective that was not answered before.
-        for _ in range(MOST_COLLECTIVES):
+        for _ in range(MAX_COLLECTIVES):
             finished = []
             for rank in range(ranks):
                 restore()
@@ -85,12 +85,12 @@ class LocalRanks(Merge):
                 try:
                     with simulated_ranks(ranks):
                         finished.append(step(rank))
-                except Unanswered:
+                except CollectivePending:
                     continue
             if len(finished) == ranks:
                 return finished
             self._answer(ranks)
-        raise TooManyCollectivesError(f"more than {MOST_COLLECTIVES} collectives")
+        raise TooManyCollectivesError(f"more than {MAX_COLLECTIVES} collectives")
 
     def _answer(self, ranks: int) -> None:
         """Merge the contributions with which all ranks were interrupted.
@@ -139,7 +139,7 @@ class LocalRanks(Merge):
             return self._answered[number]
         # Copies: backends reuse the memory that they pass to a merge.
         self._open[self._rank] = _Part(part.kind, [np.array(array) for array in part.arrays])
-        raise Unanswered
+        raise CollectivePending
 
 
 def _form(part: _Part) -> Any:

@@ -13,7 +13,7 @@ import keras
 from keras import tree
 
 from phalanx.keras_compat.keras_internals import Functional, compute_output_spec
-from phalanx.keras_compat.model_state import own_method
+from phalanx.keras_compat.model_state import instance_method
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def _tensors(arrays: Any) -> Any:
 def graph_output_shapes(model: Any) -> list[tuple[int | None, ...]] | None:
     """Return the output shapes of a model whose graph is known; None for others. No layer is called, which would take
     up to a second for a large model."""
-    if type(model).call not in (Functional.call, keras.Sequential.call) or own_method(model, "call") is not None:
+    if type(model).call not in (Functional.call, keras.Sequential.call) or instance_method(model, "call") is not None:
         return None
     try:
         return [tuple(output.shape) for output in model.outputs]

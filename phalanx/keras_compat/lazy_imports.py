@@ -39,11 +39,11 @@ DEFERRED = frozenset(
 )
 LARGE = frozenset({"jax", "keras", "tensorflow", "torch"})
 """Libraries whose import takes seconds."""
-ASKS_FOR_PANDAS = "keras.src.trainers.data_adapters.array_slicing"
+PANDAS_IMPORTER = "keras.src.trainers.data_adapters.array_slicing"
 """The module that imports pandas only to test whether objects are instances of its classes."""
 
 
-class _OfPandas(type):
+class _PandasPlaceholder(type):
     """Placeholder for the pandas class of this name. Until pandas is imported, no object is an instance."""
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -52,7 +52,7 @@ class _OfPandas(type):
 
 
 _pandas = ModuleType("pandas", "Stands for pandas in a module that only tests for its classes.")
-_pandas.__dict__.update({name: _OfPandas(name, (), {}) for name in ("DataFrame", "Series")})
+_pandas.__dict__.update({name: _PandasPlaceholder(name, (), {}) for name in ("DataFrame", "Series")})
 
 
 def _import(name: str, *rest: Any) -> Any:
@@ -90,7 +90,7 @@ class _Finder:
     ) -> ModuleSpec | None:
         if name in LARGE and self._on_import is not None and not self._is_importing:
             return self._announced(PathFinder.find_spec(name, path, target))
-        if name not in DEFERRED and name != ASKS_FOR_PANDAS:
+        if name not in DEFERRED and name != PANDAS_IMPORTER:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:

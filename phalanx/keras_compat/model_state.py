@@ -62,9 +62,9 @@ def frozen_weights(model: Any) -> list[Any]:
     return [variable for key, variable in found.items() if key not in state]
 
 
-def state_of_own_layers(model: Any) -> list[Any]:
+def state_of_custom_layers(model: Any) -> list[Any]:
     """Return the variables of `layer_state` that custom layers may change, in any call."""
-    own = {id(variable) for layer in own_layers(model) for variable in layer._non_trainable_variables}
+    own = {id(variable) for layer in custom_layers(model) for variable in layer._non_trainable_variables}
     return [variable for variable in layer_state(model) if id(variable) in own]
 
 
@@ -129,8 +129,8 @@ def builds_in_steps(model: Any, step: str) -> bool:
 
 def overrides(model: Any, method: str) -> bool:
     """Whether the model's class overrides a method of Keras's trainer, or the program has set one on the model."""
-    is_own = getattr(type(model), method) is not getattr(keras_trainer(), method)
-    return is_own or own_method(model, method) is not None
+    is_custom = getattr(type(model), method) is not getattr(keras_trainer(), method)
+    return is_custom or instance_method(model, method) is not None
 
 
 def set_mode(model: Any, *, training: bool) -> None:
@@ -139,41 +139,41 @@ def set_mode(model: Any, *, training: bool) -> None:
         model.train(training)
 
 
-def own_method(thing: Any, method: str) -> Any:
+def instance_method(thing: Any, method: str) -> Any:
     """Return the method that the program has set on this object, as in `model.train_step = step`; None if none."""
     found = vars(thing).get(method)
     # Keras and Phalanx set some, too.
     return None if (getattr(found, "__module__", None) or "").startswith(("keras.", "phalanx.")) else found
 
 
-_KNOWN_HOMES = ("keras.", "phalanx.")
+_KNOWN_PACKAGES = ("keras.", "phalanx.")
 """Not KerasHub: its CLIP heads multiply all texts of a batch by all images, its VQ-VAE keeps sums over a batch."""
-_OPEN_LAYERS = {"Lambda", "TorchModuleWrapper", "JaxLayer", "FlaxLayer", "TFSMLayer"}
+_PROGRAMMABLE_LAYERS = {"Lambda", "TorchModuleWrapper", "JaxLayer", "FlaxLayer", "TFSMLayer"}
 """Keras layers that compute what the program says."""
 
 
 _KNOWN_REGULARIZERS = (keras.regularizers.L1, keras.regularizers.L2, keras.regularizers.L1L2)
 """Regularizers that are sums over their argument. Keras's other one relates the samples of an activity."""
-_KNOWN_FUNCTIONS = ("keras.", "jax.", "tensorflow.", "torch.")
+_KNOWN_FUNCTION_PACKAGES = ("keras.", "jax.", "tensorflow.", "torch.")
 
 
-def own_layers(model: Any) -> list[Any]:
+def custom_layers(model: Any) -> list[Any]:
     """Return the layers whose computation only the program knows, including the model if it is one."""
-    return [layer for layer in model._flatten_layers() if _is_own(layer)]
+    return [layer for layer in model._flatten_layers() if _is_custom_layer(layer)]
 
 
-def _is_own(layer: Any) -> bool:
+def _is_custom_layer(layer: Any) -> bool:
     return (
-        not type(layer).__module__.startswith(_KNOWN_HOMES)
-        or type(layer).__name__ in _OPEN_LAYERS
-        or own_method(layer, "call") is not None
-        or _has_axis_of_samples(layer)
-        or regularizes_activity(layer)
-        or _has_own_activation(layer)
+        not type(layer).__module__.startswith(_KNOWN_PACKAGES)
+        or type(layer).__name__ in _PROGRAMMABLE_LAYERS
+        or instance_method(layer, "call") is not None
+        or _uses_batch_axis(layer)
+        or has_custom_activity_regularizer(layer)
+        or _has_custom_activation(layer)
     )
 
 
-def _has_axis_of_samples(layer: Any) -> bool:
+def _uses_batch_axis(layer: Any) -> bool:
     """Whether a Keras layer, such as `Softmax(axis=0)`, works along the axis of the samples."""
     given = [getattr(layer, name, None) for name in ("axis", "axes")]
     axes = [axis for each in given for axis in (each if isinstance(each, list | tuple) else [each])]
@@ -182,26 +182,26 @@ def _has_axis_of_samples(layer: Any) -> bool:
     return any(axis in first for axis in axes if isinstance(axis, int))
 
 
-def has_metrics_of_layers(model: Any) -> bool:
+def has_layer_metrics(model: Any) -> bool:
     """Whether any layer has metrics. They count whenever the layer is called, also while the model predicts."""
     return any(layer.metrics for layer in model._flatten_layers(include_self=False))
 
 
-def regularizes_activity(layer: Any) -> bool:
+def has_custom_activity_regularizer(layer: Any) -> bool:
     """Whether a layer has an activity regularizer that may not be a sum over the samples."""
     regularizer = getattr(layer, "activity_regularizer", None)
     return regularizer is not None and type(regularizer) not in _KNOWN_REGULARIZERS
 
 
-def _has_own_activation(layer: Any) -> bool:
+def _has_custom_activation(layer: Any) -> bool:
     functions = [getattr(layer, name, None) for name in ("activation", "recurrent_activation")]
-    if any(_is_own(function) for function in functions if isinstance(function, keras.layers.Layer)):
+    if any(_is_custom_layer(function) for function in functions if isinstance(function, keras.layers.Layer)):
         return True
     homes = (getattr(function, "__module__", None) for function in functions)
-    return any(home is not None and not home.startswith(_KNOWN_FUNCTIONS) for home in homes)
+    return any(home is not None and not home.startswith(_KNOWN_FUNCTION_PACKAGES) for home in homes)
 
 
-def has_own_steps(model: Any, step: str) -> bool:
+def has_custom_steps(model: Any, step: str) -> bool:
     """Whether the model has a custom `train_step` or `test_step`, or a custom method that these call."""
     return any(overrides(model, method) for method in (step, "compute_loss", "compute_metrics"))
 
@@ -211,14 +211,14 @@ def compiled_losses(model: Any) -> list[Any]:
     return [entry.loss for entry in getattr(getattr(model, "_compile_loss", None), "_flat_losses", None) or ()]
 
 
-def has_own_code(model: Any) -> bool:
+def has_custom_code(model: Any) -> bool:
     """Whether a training step runs custom code other than losses and metrics."""
-    return has_own_steps(model, "train_step") or has_own_forward(model)
+    return has_custom_steps(model, "train_step") or has_custom_forward(model)
 
 
-def has_own_forward(model: Any) -> bool:
+def has_custom_forward(model: Any) -> bool:
     """Whether custom code computes a part of the model's outputs."""
-    if any(type(layer).call is not keras.Model.call for layer in own_layers(model)):
+    if any(type(layer).call is not keras.Model.call for layer in custom_layers(model)):
         return True
     # In a functional model, `keras.ops` between layers are operations of the graph. They are custom code, too.
     graphs = [layer for layer in model._flatten_layers() if hasattr(layer, "operations")]
@@ -242,15 +242,15 @@ def layers_used_once(model: Any) -> Iterator[Any]:
 
 def names_in(function: Any) -> set[str]:
     """Return the names that a function and the functions inside it use."""
-    return {name for code in _codes_of(function) for name in code.co_names}
+    return {name for code in _code_objects(function) for name in code.co_names}
 
 
 def has_comparisons(function: Any) -> bool:
     """Whether a function, or one inside it, compares numbers. `is None` and `in` do not count."""
-    return any(each.opname == "COMPARE_OP" for code in _codes_of(function) for each in dis.get_instructions(code))
+    return any(each.opname == "COMPARE_OP" for code in _code_objects(function) for each in dis.get_instructions(code))
 
 
-def _codes_of(function: Any) -> Iterator[CodeType]:
+def _code_objects(function: Any) -> Iterator[CodeType]:
     while (inner := _inner_function(function)) is not None:
         function = inner
     # Inner functions are constants of the code around them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from phalanx.keras_compat.global_batch.step_collectives import LONE
+from phalanx.keras_compat.global_batch.step_collectives import SINGLE_RANK
 from phalanx.strategies import replica_context
 from phalanx.strategies.central_storage_strategy import CentralStorageStrategy
 from phalanx.strategies.cluster_server import Server
@@ -45,7 +45,7 @@ def get_replica_context() -> ReplicaContext | None:
     inside a scope but outside these, as in `tf.distribute`."""
     if in_cross_replica_context():
         return None
-    return current_replica_context() or StepContext(_default(), LONE)
+    return current_replica_context() or StepContext(_default(), SINGLE_RANK)
 
 
 __all__ = [

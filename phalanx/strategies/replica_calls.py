@@ -20,8 +20,8 @@ from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.engines.tensors import Tensors
 from phalanx.keras_compat.copies import model_copies
 from phalanx.keras_compat.copies.keras_settings import KerasSettings, keras_settings
-from phalanx.keras_compat.copies.model_copies import LayerCopy
-from phalanx.keras_compat.copies.object_attributes import PartAttributes
+from phalanx.keras_compat.copies.model_copies import LayerDescription
+from phalanx.keras_compat.copies.object_attributes import LayerAttributes
 from phalanx.runtime.pickling import dumps_referring, loads_referring, refusing
 from phalanx.training.call_pickling import A_CALL_TAKES, of_call
 from phalanx.training.model_dispatch import has_trainer, policy_of
@@ -72,7 +72,7 @@ Message = Call | Ready | Done | Failed | Settled
 class ModelOfStrategy(NamedTuple):
     """A model, and the settings of its strategy."""
 
-    copy: LayerCopy
+    copy: LayerDescription
     policy: TrainingPolicy
     cross_device_ops: CrossDeviceOps | None
 
@@ -121,7 +121,7 @@ class SessionState(NamedTuple):
 
     path: list[str]
     settings: KerasSettings
-    attributes: tuple[PartAttributes, ...]
+    attributes: tuple[LayerAttributes, ...]
     has_functions: bool
     random: bytes
 
@@ -137,7 +137,7 @@ def pack(
 
     Raises: UnsupportedError naming what cannot be sent.
     """
-    described = ModelOfStrategy(model_copies.copy_of(model), policy_of(model), cross_device_ops)
+    described = ModelOfStrategy(model_copies.describe_layer(model), policy_of(model), cross_device_ops)
     # Without built state: the call that built the model here also built the copies of the others.
     known_by = pack_model(described._replace(copy=described.copy.unbuilt()), tensors)
     places = {id(layer): number for number, layer in enumerate(model._flatten_layers())}

@@ -12,7 +12,7 @@ import keras
 from phalanx.collectives.communicator import ReduceOp
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.keras_compat.global_batch import step_collectives
-from phalanx.keras_compat.global_batch.step_collectives import LONE, InStep, StepCollectives
+from phalanx.keras_compat.global_batch.step_collectives import SINGLE_RANK, StepCollectives, StepScope
 from phalanx.keras_compat.global_batch.step_means import share_of_step
 from phalanx.keras_compat.keras_internals import in_symbolic_scope
 from phalanx.strategies.reduce_ops import as_float, on_present_leaves, reduce_op_of
@@ -166,7 +166,7 @@ class StepContext(ReplicaContext):
 
     @property
     def _is_lone(self) -> bool:
-        return self._collectives is LONE
+        return self._collectives is SINGLE_RANK
 
 
 class _Collectives:
@@ -216,7 +216,7 @@ def running(strategy: Strategy) -> Iterator[ReplicaContext]:
     # `run` needs no surrounding scope: objects created inside belong to the strategy.
     _stack.entered.append(_Entered(strategy))
     try:
-        with nullcontext() if strategy.computes_alone else InStep(_Collectives(context)):
+        with nullcontext() if strategy.computes_alone else StepScope(_Collectives(context)):
             yield context
     finally:
         _stack.entered.pop()
@@ -229,7 +229,7 @@ def _outside() -> Iterator[None]:
     replicas, _stack.replicas = _stack.replicas, []
     _stack.merges += 1
     try:
-        with InStep(None):
+        with StepScope(None):
             yield
     finally:
         _stack.merges -= 1
@@ -281,7 +281,7 @@ def current_replica_context() -> ReplicaContext | None:
         return current_run()
     strategy = _stack.entered[-1].strategy
     # Between steps, in callbacks and where layers are built, each process computes alone.
-    return StepContext(strategy, (strategy.shares_batches and step_collectives.current()) or LONE)
+    return StepContext(strategy, (strategy.shares_batches and step_collectives.current()) or SINGLE_RANK)
 
 
 def trace_key() -> Hashable | None:

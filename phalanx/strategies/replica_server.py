@@ -107,7 +107,7 @@ class ReplicaServer:
         if call.has_model:
             described: ModelOfStrategy = pickle.loads(buffers.pop(0))
             with Strategy(self._replica, policy=described.policy).scope():
-                known = described.copy.make(), described.cross_device_ops
+                known = described.copy.rebuild(), described.cross_device_ops
         else:
             known = self._models[call.model]
             restore_layer_attributes(known[0], state.attributes)

@@ -26,7 +26,7 @@ def by_value(tensors: Tensors, *, with_weights: bool = False) -> Reduce:
     """
 
     def reduced(thing: Any) -> Any:
-        found = model_copies.reduced(thing, with_weights=with_weights)
+        found = model_copies.reduce_keras_object(thing, with_weights=with_weights)
         return tensors.reduce(thing) if found is NotImplemented else found
 
     return reduced

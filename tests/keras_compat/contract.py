@@ -305,7 +305,7 @@ def train_function_is_chosen_where_fit_makes_it() -> None:
 @check()
 def losses_are_reduced_in_one_function() -> None:
     from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses, keras_loss
-    from phalanx.keras_compat.global_batch.step_collectives import InStep
+    from phalanx.keras_compat.global_batch.step_collectives import StepScope
     from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 
     assert parameters(keras_loss.reduce_weighted_values)[:4] == ["values", "sample_weight", "mask", "reduction"]
@@ -316,7 +316,7 @@ def losses_are_reduced_in_one_function() -> None:
         return [4.0 * tensor for tensor in tensors]
 
     collectives = SimpleNamespace(all_reduce=all_reduce)
-    with GloballyScaledLosses(4), WeightedStepMeans(lambda: 0.25), InStep(collectives):
+    with GloballyScaledLosses(4), WeightedStepMeans(lambda: 0.25), StepScope(collectives):
         summed = keras.losses.MeanSquaredError(reduction="sum")(Y, np.zeros((4, 2), "float32"))
         mean = keras.losses.MeanSquaredError()(Y, Y - 1)
         weighted = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
@@ -329,7 +329,7 @@ def losses_are_reduced_in_one_function() -> None:
 @check()
 def patches_of_a_step_leave_other_threads_alone() -> None:
     from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses
-    from phalanx.keras_compat.global_batch.step_collectives import InStep
+    from phalanx.keras_compat.global_batch.step_collectives import StepScope
     from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 
     def compute() -> tuple[float, float, float]:
@@ -343,7 +343,7 @@ def patches_of_a_step_leave_other_threads_alone() -> None:
 
     expected = compute()
     collectives = SimpleNamespace(all_reduce=lambda tensors: [4.0 * tensor for tensor in tensors])
-    losses, means, in_step = GloballyScaledLosses(4), WeightedStepMeans(lambda: 0.25), InStep(collectives)
+    losses, means, in_step = GloballyScaledLosses(4), WeightedStepMeans(lambda: 0.25), StepScope(collectives)
     with ThreadPoolExecutor(1) as elsewhere, losses, means, in_step:
         assert elsewhere.submit(compute).result() == expected
         assert compute() != expected
@@ -360,15 +360,15 @@ def quantizing_drops_the_functions_of_steps() -> None:
 
 @check()
 def copies_have_the_optimizer_that_the_model_has() -> None:
-    from phalanx.keras_compat.copies.model_copies import copy_of
+    from phalanx.keras_compat.copies.model_copies import describe_layer
 
     model = small_model()
     model.optimizer = keras.optimizers.Adam(0.5)
-    assert isinstance(copy_of(model).make().optimizer, keras.optimizers.Adam)
+    assert isinstance(describe_layer(model).rebuild().optimizer, keras.optimizers.Adam)
     keras.config.set_dtype_policy("mixed_float16")
     try:
         model = small_model()
-        made = copy_of(model).make()
+        made = describe_layer(model).rebuild()
     finally:
         keras.config.set_dtype_policy("float32")
     assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
@@ -431,7 +431,7 @@ def means_weigh_single_numbers_in_one_function() -> None:
 @check("tensorflow", "torch")
 def synchronized_normalization_takes_moments_from_one_function() -> None:
     from phalanx.keras_compat import trainer_hook
-    from phalanx.keras_compat.global_batch.step_collectives import InStep
+    from phalanx.keras_compat.global_batch.step_collectives import StepScope
 
     layer, inputs = keras.layers.BatchNormalization(), keras.ops.convert_to_tensor(X)
     assert parameters(keras.layers.BatchNormalization._moments) == ["self", "inputs", "mask"]
@@ -442,7 +442,7 @@ def synchronized_normalization_takes_moments_from_one_function() -> None:
         calls: list[int] = []
         record = lambda tensors: calls.append(len(tensors)) or tensors  # noqa: E731
         collectives = SimpleNamespace(synchronizes_batch_norm=False, all_reduce=record)
-        with InStep(collectives):
+        with StepScope(collectives):
             normalized = layer(inputs, training=True)
     finally:
         trainer_hook.uninstall()

@@ -26,7 +26,7 @@ from phalanx.keras_compat.patching import overridden_methods
 from phalanx.keras_compat.torch_internals import SGD, Adam, Adamax, AdamW, Nadam, RMSprop
 
 DTYPES = (torch.float32, torch.float64)
-LEAST_EPSILON = 1e-12
+MIN_EPSILON = 1e-12
 """Smallest safe epsilon: adding the root of a denormal number changes it by less than a rounding error."""
 
 _CLASSES = (SGD, Adam, AdamW, Adamax, Nadam, RMSprop)
@@ -57,7 +57,7 @@ def flushing_denormals(optimizer: Any) -> Iterator[None]:
 def has_safe_epsilon(optimizer: Any) -> bool:
     """Whether no denominator of the optimizer's update is as small as the root of a denormal number."""
     epsilon = getattr(optimizer, "epsilon", 1.0)  # SGD does not divide
-    return type(epsilon) in (float, int) and epsilon >= LEAST_EPSILON
+    return type(epsilon) in (float, int) and epsilon >= MIN_EPSILON
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 from phalanx.keras_compat.patching import PatchedFunction
 from phalanx.keras_compat.torch_internals import KerasVariable, keras_numpy
 
-LEAST_FLOP = 6_000_000
+MIN_FLOP = 6_000_000
 """On smaller products, the overhead in Python costs more than oneDNN saves."""
 
 
@@ -93,7 +93,7 @@ def _tensor(value: Any) -> Any:
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Multiply two float32 matrices on the CPU. Differentiable any number of times."""
-    is_small = 2 * left.numel() * right.shape[1] < LEAST_FLOP
+    is_small = 2 * left.numel() * right.shape[1] < MIN_FLOP
     if is_small or left.shape[1] != right.shape[0] or _has_other_meaning():
         return left @ right
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):

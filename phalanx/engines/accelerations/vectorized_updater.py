@@ -95,7 +95,7 @@ class _Vector:
         return arrays[0] if self._vector is None else self._vector.pack([np.asarray(array) for array in arrays])
 
 
-class _Places:
+class _PartLocations:
     """Finds parts (the values of the pieces, or the optimizer's variables for them) in the arrays of the inner updater.
 
     Args:
@@ -150,12 +150,14 @@ class VectorizedUpdater(Updater):
         self._vectors = vectors
         # By number of the piece: its vector, and its index in that vector.
         of_piece = {n: (place, part) for place, vector in enumerate(vectors) for part, n in enumerate(vector.numbers)}
-        self._values = _Places(vectors, [of_piece[number] for number in sorted(of_piece)])
+        self._values = _PartLocations(vectors, [of_piece[number] for number in sorted(of_piece)])
         # The inner optimizer has one variable for each vector and slot (momentum, ...), divided like the vector. What
         # belongs to no variable (the step count) stays whole.
         like = [vectors[slot.variable] if slot.variable >= 0 else None for slot in updater.slots]
         numbers = [(-1,) if vector is None else vector.numbers for vector in like]
-        self._state = _Places(like, [(place, part) for place, own in enumerate(numbers) for part in range(len(own))])
+        self._state = _PartLocations(
+            like, [(place, part) for place, own in enumerate(numbers) for part in range(len(own))]
+        )
         self.slots = tuple(
             OptimizerSlot(number, slot.name) for slot, own in zip(updater.slots, numbers, strict=True) for number in own
         )

@@ -16,7 +16,7 @@ from keras.optimizers.schedules import LearningRateSchedule
 
 from phalanx.keras_compat.model_state import PLAIN
 
-OF_ITS_LIFE = ("built", "_lock")
+NOT_HYPERPARAMETERS = ("built", "_lock")
 """Plain attributes that are not hyperparameters."""
 
 
@@ -58,7 +58,7 @@ class Hyperparameters:
 def _plain_attributes(owner: Any) -> Iterator[tuple[Any, str, Any]]:
     for name, value in sorted(vars(owner).items()):
         if isinstance(value, PLAIN):
-            if name not in OF_ITS_LIFE:
+            if name not in NOT_HYPERPARAMETERS:
                 yield owner, name, value
         elif name == "inner_optimizer":
             yield from _plain_attributes(value)

@@ -22,18 +22,18 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.copies.adapted_layers import AdaptedState, adapted_states, restore_adapted
 from phalanx.keras_compat.copies.keras_settings import KerasSettings, keras_settings, with_keras_settings
 from phalanx.keras_compat.copies.object_attributes import (
-    PartAttributes,
+    LayerAttributes,
+    cache_keras_attribute_names,
+    describe_attributes,
     layer_attributes,
-    learn_names_of_keras,
-    own_attributes,
     restore_attributes,
     restore_layer_attributes,
 )
 from phalanx.keras_compat.copies.object_config import configuration_of, serialized, without_tensorflow
 from phalanx.keras_compat.copies.object_names import name_counters, naming_from
-from phalanx.keras_compat.copies.optimizer_copies import OptimizerCopy, copies_of_optimizers
+from phalanx.keras_compat.copies.optimizer_copies import OptimizerDescription, describe_optimizers
 from phalanx.keras_compat.keras_internals import keras_trainer
-from phalanx.keras_compat.model_state import optimizers, own_method
+from phalanx.keras_compat.model_state import instance_method, optimizers
 from phalanx.keras_compat.patching import set_untracked
 
 MAIN = "__main__"
@@ -42,7 +42,7 @@ _RECORDED = (keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metri
 _METHODS = ("call", "train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
 
 
-class Arguments(NamedTuple):
+class CallArguments(NamedTuple):
     """The arguments of a call of a class or method.
 
     Attributes:
@@ -62,7 +62,7 @@ class Arguments(NamedTuple):
             return kind(*self.args, **self.kwargs)
 
 
-class LayerCopy(NamedTuple):
+class LayerDescription(NamedTuple):
     """The recipe for rebuilding a layer, which may be a model.
 
     Attributes:
@@ -78,17 +78,17 @@ class LayerCopy(NamedTuple):
     """
 
     kind: type | None
-    construction: Arguments
+    construction: CallArguments
     config: dict[str, Any]
     definitions: dict[str, Any]
     shapes: dict[str, Any] | None
-    compilation: Arguments | None
-    optimizers: tuple[OptimizerCopy, ...]
+    compilation: CallArguments | None
+    optimizers: tuple[OptimizerDescription, ...]
     frozen: tuple[int, ...]
     adapted: tuple[AdaptedState, ...]
-    attributes: tuple[PartAttributes, ...]
+    attributes: tuple[LayerAttributes, ...]
 
-    def unbuilt(self) -> LayerCopy:
+    def unbuilt(self) -> LayerDescription:
         """Return a copy without what building adds or changes."""
         return self._replace(
             shapes=None,
@@ -97,12 +97,12 @@ class LayerCopy(NamedTuple):
             config={name: value for name, value in self.config.items() if name != "build_config"},
         )
 
-    def make(self) -> Any:
+    def rebuild(self) -> Any:
         """Rebuild the layer, with its own weights."""
         with without_tensorflow():
-            return self._made()
+            return self._rebuild()
 
-    def _made(self) -> Any:
+    def _rebuild(self) -> Any:
         # The configuration refers to the program's classes and functions in `__main__`, which is another module in this
         # process.
         vars(sys.modules[MAIN]).update(self.definitions)
@@ -141,7 +141,7 @@ class LayerCopy(NamedTuple):
 
 def record_construction() -> None:
     """Record the arguments with which objects of custom classes are constructed from now on. Safe to call again."""
-    learn_names_of_keras()
+    cache_keras_attribute_names()
     # `keras.Model.__new__` does not pass them on.
     for base in (keras.Operation, keras.Model, keras.optimizers.Optimizer, keras.metrics.Metric):
         if not getattr(base.__new__, "records", False):
@@ -151,8 +151,8 @@ def record_construction() -> None:
 def _recording_new(original: Callable[..., Any]) -> Callable[..., Any]:
     def recording(kind: Any, *args: Any, **kwargs: Any) -> Any:
         thing = original(kind) if original is object.__new__ else original(kind, *args, **kwargs)
-        if isinstance(thing, _RECORDED) and _is_own(kind):
-            set_untracked(thing, **{_CONSTRUCTION: Arguments(args, kwargs, name_counters(), keras_settings())})
+        if isinstance(thing, _RECORDED) and _is_custom_class(kind):
+            set_untracked(thing, **{_CONSTRUCTION: CallArguments(args, kwargs, name_counters(), keras_settings())})
             if isinstance(thing, keras.Model) and kind.compile is not keras_trainer().compile:
                 set_untracked(thing, compile=_recording_compile(thing, kind.compile))
         return thing
@@ -161,7 +161,7 @@ def _recording_new(original: Callable[..., Any]) -> Callable[..., Any]:
     return recording
 
 
-def copy_of(layer: Any) -> LayerCopy:
+def describe_layer(layer: Any) -> LayerDescription:
     """Return what is sent of a layer, which may be a model.
 
     Raises: UnsupportedError if Keras cannot describe it.
@@ -173,57 +173,57 @@ def copy_of(layer: Any) -> LayerCopy:
                 f"in other processes. Write a class that adds them in its __init__ or build."
             )
         # Custom classes may set these in `__init__`, which runs again.
-        own = [name for name in _METHODS if own_method(part, name) and _CONSTRUCTION not in vars(part)]
+        own = [name for name in _METHODS if instance_method(part, name) and _CONSTRUCTION not in vars(part)]
         if own:
             raise UnsupportedError(
                 f"{part.name!r} has a {own[0]}() that was set on the object, and copies in other processes would not "
                 f"have it. Define it in a class."
             )
     construction = vars(layer).get(_CONSTRUCTION)
-    is_recorded = construction is not None and "get_config" not in _own_methods(layer)
+    is_recorded = construction is not None and "get_config" not in _custom_methods(layer)
     config = {} if is_recorded else _config(layer)
     shapes = layer.get_build_config() if layer.built else None
-    return LayerCopy(
+    return LayerDescription(
         type(layer) if is_recorded else None,
-        construction if is_recorded else Arguments((), {}, {}),
+        construction if is_recorded else CallArguments((), {}, {}),
         config,
         _definitions(config),
         shapes,
         _compilation(layer) if isinstance(layer, keras.Model) else None,
-        copies_of_optimizers(layer) if isinstance(layer, keras.Model) else (),
+        describe_optimizers(layer) if isinstance(layer, keras.Model) else (),
         tuple(number for number, part in enumerate(layer._flatten_layers()) if not part.trainable),
         adapted_states(layer),
         layer_attributes(layer),
     )
 
 
-def reduced(thing: Any, *, with_weights: bool) -> Any:
+def reduce_keras_object(thing: Any, *, with_weights: bool) -> Any:
     """Return how a Keras object is pickled, in the form of `__reduce_ex__`; NotImplemented for all others.
 
     Keras's own pickling writes a file, and requires custom classes to be registered.
     """
     if isinstance(thing, keras.layers.Layer):
         weights = thing.get_weights() if with_weights else None
-        return _make, (copy_of(thing), weights)
+        return _rebuild_layer, (describe_layer(thing), weights)
     if isinstance(thing, keras.optimizers.Optimizer | keras.metrics.Metric):
-        if not _is_own(type(thing)):
+        if not _is_custom_class(type(thing)):
             return _from_config, (type(thing), configuration_of(thing))
         made_from = vars(thing).get(_CONSTRUCTION) or configuration_of(thing)
-        return _with_attributes, (type(thing), made_from, own_attributes(thing, {}))
+        return _rebuild_object, (type(thing), made_from, describe_attributes(thing, {}))
     if isinstance(thing, keras.losses.Loss | keras.optimizers.schedules.LearningRateSchedule):
         return copyreg.__newobj__, (type(thing),), vars(thing)  # type: ignore[attr-defined]
     return NotImplemented
 
 
-def _make(copy: LayerCopy, weights: list[Any] | None) -> Any:
-    made = copy.make()
+def _rebuild_layer(copy: LayerDescription, weights: list[Any] | None) -> Any:
+    made = copy.rebuild()
     if weights:
         made.set_weights(weights)
     return made
 
 
-def _with_attributes(kind: Any, made_from: Arguments | dict[str, Any], attributes: Mapping[str, Any]) -> Any:
-    if isinstance(made_from, Arguments):
+def _rebuild_object(kind: Any, made_from: CallArguments | dict[str, Any], attributes: Mapping[str, Any]) -> Any:
+    if isinstance(made_from, CallArguments):
         made = made_from.construct(kind)
     else:
         try:
@@ -242,13 +242,13 @@ def _from_config(kind: Any, config: dict[str, Any]) -> Any:
         return kind.from_config(config)
 
 
-def _is_own(kind: type) -> bool:
+def _is_custom_class(kind: type) -> bool:
     return kind.__module__.partition(".")[0] != "keras"
 
 
-def _own_methods(layer: Any) -> set[str]:
+def _custom_methods(layer: Any) -> set[str]:
     """Return the methods that a layer's custom classes define."""
-    return {name for kind in type(layer).__mro__ if _is_own(kind) for name in vars(kind)} - set(vars(object))
+    return {name for kind in type(layer).__mro__ if _is_custom_class(kind) for name in vars(kind)} - set(vars(object))
 
 
 def _recording_compile(model: Any, compile_: Callable[..., Any]) -> Callable[..., Any]:
@@ -261,13 +261,13 @@ def _recording_compile(model: Any, compile_: Callable[..., Any]) -> Callable[...
     def method(*args: Any, **kwargs: Any) -> Any:
         target = reference()
         result = compile_(target, *args, **kwargs)
-        set_untracked(target, **{_COMPILATION: Arguments(args, kwargs, {})})
+        set_untracked(target, **{_COMPILATION: CallArguments(args, kwargs, {})})
         return result
 
     return method
 
 
-def _compilation(model: Any) -> Arguments | None:
+def _compilation(model: Any) -> CallArguments | None:
     if (recorded := vars(model).get(_COMPILATION)) is not None:
         return recorded  # type: ignore[no-any-return]
     if not model.compiled:
@@ -284,10 +284,10 @@ def _compilation(model: Any) -> Arguments | None:
         config |= {"loss": loss._user_loss, "loss_weights": loss._user_loss_weights}
     if config.get("metrics") is None and config.get("weighted_metrics") is None and metrics is not None:
         config |= {"metrics": metrics._user_metrics, "weighted_metrics": metrics._user_weighted_metrics}
-    return Arguments((), config | {"optimizer": _present_optimizer(model, config.get("optimizer"))}, {})
+    return CallArguments((), config | {"optimizer": _current_optimizer(model, config.get("optimizer"))}, {})
 
 
-def _present_optimizer(model: Any, compiled: Any) -> Any:
+def _current_optimizer(model: Any, compiled: Any) -> Any:
     """Return the model's current optimizer, which may not be the one that it was compiled with."""
     present = model.optimizer
     kind = keras.optimizers.LossScaleOptimizer
@@ -311,20 +311,20 @@ def _config(layer: Any) -> dict[str, Any]:
 
 def _definitions(config: Mapping[str, Any]) -> dict[str, Any]:
     main = vars(sys.modules[MAIN])
-    named = sorted({name for name in _words(config) if name in main})
+    named = sorted({name for name in _strings_in(config) if name in main})
     return {name: main[name] for name in named if getattr(main[name], "__module__", None) == MAIN}
 
 
-def _words(config: Any) -> Iterator[str]:
+def _strings_in(config: Any) -> Iterator[str]:
     """Yield all strings in a configuration; for `package>Name`, the name."""
     if isinstance(config, str):
         yield config.rpartition(">")[2]
     elif isinstance(config, Mapping):
-        yield from _all_words(config.values())
+        yield from _strings_in_all(config.values())
     elif isinstance(config, list | tuple):
-        yield from _all_words(config)
+        yield from _strings_in_all(config)
 
 
-def _all_words(configs: Iterable[Any]) -> Iterator[str]:
+def _strings_in_all(configs: Iterable[Any]) -> Iterator[str]:
     for config in configs:
-        yield from _words(config)
+        yield from _strings_in(config)

@@ -31,7 +31,7 @@ _COLLECTIONS: dict[type, type] = {
     TrackedSet: set,
 }
 """Collections that are sent if their items are plain. In layers, Keras wraps some of them."""
-_OF_VALUES = ("datetime", "decimal", "fractions", "pathlib", "uuid")
+_VALUE_MODULES = ("datetime", "decimal", "fractions", "pathlib", "uuid")
 """Modules of the standard library whose objects are plain values, too."""
 _DEPTH = 5
 """Number of levels of nested objects and collections that are examined."""
@@ -48,7 +48,7 @@ _PREFIXES = ("_phalanx_", "_self_", "_tf_")
 _IGNORED = object()
 
 
-class Described(NamedTuple):
+class ValueDescription(NamedTuple):
     """A value that is not sent, described by what it must equal in a copy.
 
     Attributes:
@@ -59,14 +59,14 @@ class Described(NamedTuple):
     mark: Any
 
 
-class OwnObject(NamedTuple):
+class CustomObject(NamedTuple):
     """The attributes of an object of a custom class that is not a Keras class."""
 
     kind: str
     attributes: dict[str, Any]
 
 
-class PartAttributes(NamedTuple):
+class LayerAttributes(NamedTuple):
     """The name, class and attributes of a layer in a model, or of the model itself."""
 
     name: str
@@ -74,16 +74,16 @@ class PartAttributes(NamedTuple):
     attributes: dict[str, Any]
 
 
-def layer_attributes(root: Any) -> tuple[PartAttributes, ...]:
+def layer_attributes(root: Any) -> tuple[LayerAttributes, ...]:
     """Return the attributes of a layer and of the layers in it."""
     layers = list(root._flatten_layers())
     numbers = {id(layer): number for number, layer in enumerate(layers)}
     return tuple(
-        PartAttributes(layer.name, type(layer).__qualname__, own_attributes(layer, numbers)) for layer in layers
+        LayerAttributes(layer.name, type(layer).__qualname__, describe_attributes(layer, numbers)) for layer in layers
     )
 
 
-def restore_layer_attributes(root: Any, parts: tuple[PartAttributes, ...]) -> None:
+def restore_layer_attributes(root: Any, parts: tuple[LayerAttributes, ...]) -> None:
     """Set these attributes on a copy of a layer and on the layers in it.
 
     Raises: UnsupportedError naming a layer or an attribute that the copy cannot have.
@@ -105,23 +105,23 @@ def restore_layer_attributes(root: Any, parts: tuple[PartAttributes, ...]) -> No
         restore_attributes(layer, part.attributes, numbers, part.name)
 
 
-def own_attributes(thing: Any, numbers: Mapping[int, int]) -> dict[str, Any]:
+def describe_attributes(thing: Any, numbers: Mapping[int, int]) -> dict[str, Any]:
     """Return the attributes of an object that are sent or compared.
 
     Args:
         numbers: Numbers of the layers that attributes may refer to, by id.
     """
-    is_own = is_of_program(type(thing))
-    keeps_books = not isinstance(thing, keras.layers.Layer)  # Keras keeps private collections of variables
+    is_custom = is_of_program(type(thing))
+    has_private_collections = not isinstance(thing, keras.layers.Layer)  # Keras keeps private collections of variables
     found = {}
     for name, value in _attributes(thing).items():
-        if name in _names_of_keras() or name.startswith(_PREFIXES):
+        if name in _keras_attribute_names() or name.startswith(_PREFIXES):
             continue
-        if name.startswith("_") and (not is_own or (keeps_books and type(value) in _COLLECTIONS)):
+        if name.startswith("_") and (not is_custom or (has_private_collections and type(value) in _COLLECTIONS)):
             continue
         described = _describe(value, numbers, _DEPTH)
         # Keras's layers also keep caches.
-        if described is not _IGNORED and (is_own or not isinstance(described, Described | OwnObject)):
+        if described is not _IGNORED and (is_custom or not isinstance(described, ValueDescription | CustomObject)):
             found[name] = described
     return found
 
@@ -132,11 +132,11 @@ def restore_attributes(thing: Any, attributes: Mapping[str, Any], numbers: Mappi
     for name, wanted in attributes.items():
         own = present.get(name, _IGNORED)
         found = own if own is _IGNORED else _describe(own, numbers, _DEPTH)
-        if isinstance(wanted, OwnObject) and isinstance(found, OwnObject) and found.kind == wanted.kind:
+        if isinstance(wanted, CustomObject) and isinstance(found, CustomObject) and found.kind == wanted.kind:
             restore_attributes(own, wanted.attributes, numbers, f"{where}.{name}")
-        elif isinstance(wanted, Described | OwnObject):
+        elif isinstance(wanted, ValueDescription | CustomObject):
             if found != wanted:
-                what = wanted.what if isinstance(wanted, Described) else f"an object of {wanted.kind}"
+                what = wanted.what if isinstance(wanted, ValueDescription) else f"an object of {wanted.kind}"
                 raise UnsupportedError(
                     f"The attribute {name!r} of {where!r} is {what}, and a copy in another process has another value, "
                     f"or none. Set it in __init__, from its arguments; of attributes that are set later, only numbers, "
@@ -152,14 +152,14 @@ def _attributes(thing: Any) -> dict[str, Any]:
 
 
 def _describe(value: Any, numbers: Mapping[int, int], depth: int) -> Any:
-    if type(value) in _PLAIN or isinstance(value, np.generic) or type(value).__module__.split(".")[0] in _OF_VALUES:
+    if type(value) in _PLAIN or isinstance(value, np.generic) or type(value).__module__.split(".")[0] in _VALUE_MODULES:
         return value
     if isinstance(value, keras.layers.Layer):
-        return Described(f"a {type(value).__name__} layer", numbers.get(id(value), type(value).__qualname__))
+        return ValueDescription(f"a {type(value).__name__} layer", numbers.get(id(value), type(value).__qualname__))
     if not depth or isinstance(value, keras.optimizers.Optimizer | keras.Variable):
         return _IGNORED
     if isinstance(value, type | BuiltinFunctionType):
-        return Described(value.__qualname__, value.__qualname__)
+        return ValueDescription(value.__qualname__, value.__qualname__)
     if isinstance(value, FunctionType | MethodType):
         return _describe_function(value)
     if isinstance(value, functools.partial):
@@ -169,14 +169,14 @@ def _describe(value: Any, numbers: Mapping[int, int], depth: int) -> Any:
     if isinstance(value, np.ndarray) or keras.ops.is_tensor(value):
         return _describe_array(value)
     if isinstance(value, enum.Enum):
-        return Described(str(value), str(value))
+        return ValueDescription(str(value), str(value))
     if hasattr(value, "__dict__") and (isinstance(value, SimpleNamespace) or is_of_program(type(value))):
         attributes = {
             name: described
             for name, each in vars(value).items()
             if name not in _SET_LATER and (described := _describe(each, numbers, depth - 1)) is not _IGNORED
         }
-        return OwnObject(type(value).__qualname__, attributes)
+        return CustomObject(type(value).__qualname__, attributes)
     return _IGNORED
 
 
@@ -186,7 +186,7 @@ def _describe_function(function: FunctionType | MethodType) -> Any:
     code: CodeType = function.__code__
     # The place of the definition may be lost on the way. Numbers in the function are what changes most often.
     constants = tuple(each for each in code.co_consts if type(each) in _PLAIN)
-    return Described(f"the function {code.co_name}()", (code.co_name, code.co_code, constants))
+    return ValueDescription(f"the function {code.co_name}()", (code.co_name, code.co_code, constants))
 
 
 def _describe_collection(value: Any, numbers: Mapping[int, int], depth: int) -> Any:
@@ -197,9 +197,9 @@ def _describe_collection(value: Any, numbers: Mapping[int, int], depth: int) -> 
         return _IGNORED
     kind = _COLLECTIONS.get(type(value))
     keys = list(value) if isinstance(value, dict) else []
-    is_plain = len(known) == len(items) and not any(isinstance(each, Described | OwnObject) for each in known)
+    is_plain = len(known) == len(items) and not any(isinstance(each, ValueDescription | CustomObject) for each in known)
     if kind is None or not is_plain or any(type(key) not in _PLAIN for key in keys):
-        return Described(f"a {type(value).__name__}", (type(value).__qualname__, list(map(str, keys)), known))
+        return ValueDescription(f"a {type(value).__name__}", (type(value).__qualname__, list(map(str, keys)), known))
     if kind is dict:
         return dict(zip(keys, known, strict=True))
     # The order of a set has no meaning, and a digest must be the same for the same set.
@@ -214,11 +214,11 @@ def _describe_array(value: Any) -> Any:
     sample = array.reshape(-1)[:: max(1, array.size // _SAMPLE)]
     content = repr(list(sample)).encode() if array.dtype.hasobject else sample.tobytes()
     mark = (str(array.dtype), array.shape, hashlib.sha256(content).hexdigest())
-    return Described(f"an array of shape {array.shape}", mark)
+    return ValueDescription(f"an array of shape {array.shape}", mark)
 
 
 @functools.cache
-def _names_of_keras() -> frozenset[str]:
+def _keras_attribute_names() -> frozenset[str]:
     """Return the names of the attributes that Keras itself sets on layers and models."""
     with naming_from(name_counters()):
         inputs = keras.Input((1,), name="inputs")
@@ -226,9 +226,9 @@ def _names_of_keras() -> frozenset[str]:
         return frozenset(_SET_LATER.union(*(vars(sample) for sample in samples)))
 
 
-def learn_names_of_keras() -> None:
-    """Cache what `own_attributes` needs and must not create in a strategy's scope. Safe to call again."""
-    _names_of_keras()
+def cache_keras_attribute_names() -> None:
+    """Cache what `describe_attributes` needs and must not create in a strategy's scope. Safe to call again."""
+    _keras_attribute_names()
 
 
 def plain_attributes(thing: Any) -> dict[str, Any]:

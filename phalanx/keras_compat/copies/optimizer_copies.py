@@ -22,7 +22,7 @@ class FormerVariable(NamedTuple):
     name: str
 
 
-class OptimizerCopy(NamedTuple):
+class OptimizerDescription(NamedTuple):
     """One optimizer of a model, as it is sent.
 
     Attributes:
@@ -35,7 +35,7 @@ class OptimizerCopy(NamedTuple):
     undecayed: tuple[int, ...]
     undecayed_names: str | None
 
-    def unbuilt(self) -> OptimizerCopy:
+    def unbuilt(self) -> OptimizerDescription:
         return self._replace(built_for=())
 
     def exclude(self, optimizer: Any, variables: Sequence[Any]) -> None:
@@ -60,17 +60,17 @@ class OptimizerCopy(NamedTuple):
         )
 
 
-def copies_of_optimizers(model: Any) -> tuple[OptimizerCopy, ...]:
+def describe_optimizers(model: Any) -> tuple[OptimizerDescription, ...]:
     """Return the copies of all optimizers of a model."""
     numbers = {id(variable): number for number, variable in enumerate(model.variables)}
-    return tuple(_copy_of(optimizer, model.variables, numbers) for optimizer in optimizers(model))
+    return tuple(_describe_optimizer(optimizer, model.variables, numbers) for optimizer in optimizers(model))
 
 
-def _copy_of(optimizer: Any, variables: Sequence[Any], numbers: Mapping[int, int]) -> OptimizerCopy:
+def _describe_optimizer(optimizer: Any, variables: Sequence[Any], numbers: Mapping[int, int]) -> OptimizerDescription:
     inner = inner_optimizer(optimizer)
     excluded = getattr(inner, "_exclude_from_weight_decay", ())
     pattern = getattr(inner, "_exclude_from_weight_decay_pattern", None)
-    return OptimizerCopy(
+    return OptimizerDescription(
         tuple(_number(variable, numbers) for variable in optimizer._trainable_variables) if optimizer.built else (),
         tuple(number for number, variable in enumerate(variables) if inner._var_key(variable) in excluded),
         None if pattern is None else pattern.pattern,

@@ -48,20 +48,20 @@ from phalanx.keras_compat.global_batch.step_means import is_in_step, share_of_st
 from phalanx.keras_compat.patching import PatchedFunction, set_untracked
 
 # Reductions that divide by the number of values, or of those that a mask keeps. Each rank's share of it is known.
-_DIVIDED = ("sum_over_batch_size", "mean")
+_MEAN_REDUCTIONS = ("sum_over_batch_size", "mean")
 
 
 _ALONG_LAST_AXIS = ("cosine_similarity", "kl_divergence", "pearson_correlation", "concordance_correlation")
 """Functions that relate values, in addition to the categorical ones. Keras's others are means along that axis."""
 
 
-class _Whole(threading.local):
+class _GlobalLossDepth(threading.local):
     """Number of losses of the global batch that this thread is computing, on each rank."""
 
-    depth = 0
+    value = 0
 
 
-_whole = _Whole()
+_global_loss_depth = _GlobalLossDepth()
 
 
 # Stored on the objects, because PyTorch's compiler does not support sets of weak references.
@@ -85,7 +85,7 @@ def note_added(layer: Any, kinds: Sequence[bool | None]) -> None:
 def over_global_batch(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     """Compute a loss over the batches of all ranks; outside of a step, over this batch."""
     collectives = step_collectives.current()
-    if collectives is None or _whole.depth:
+    if collectives is None or _global_loss_depth.value:
         return _of_whole(loss, y_true, y_pred, sample_weight)
 
     def gathered(values: Any) -> Any:
@@ -103,15 +103,15 @@ def over_global_batch(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample
 
 def is_over_global_batch() -> bool:
     """Whether a loss of the global batch is being computed."""
-    return _whole.depth > 0
+    return _global_loss_depth.value > 0
 
 
 def _of_whole(loss: Callable[..., Any], *arguments: Any) -> Any:
-    _whole.depth += 1
+    _global_loss_depth.value += 1
     try:
         return loss(*arguments)
     finally:
-        _whole.depth -= 1
+        _global_loss_depth.value -= 1
 
 
 def relates_samples(loss: Any, y_pred: Any) -> bool:
@@ -212,11 +212,11 @@ class GloballyScaledLosses:
         dtype: Any = None,
     ) -> Any:
         original = self._losses.original
-        if _whole.depth or not is_in_step():
+        if _global_loss_depth.value or not is_in_step():
             return original(values, sample_weight, mask, reduction, dtype)
         if tuple(values.shape) == ():
             of_samples = sample_weight is not None and len(sample_weight.shape) > 0
-            if not of_samples or mask is not None or reduction not in _DIVIDED:
+            if not of_samples or mask is not None or reduction not in _MEAN_REDUCTIONS:
                 return original(values, sample_weight, mask, reduction, dtype)
             weights = ops.cast(sample_weight, "float32")
             # The mean of all ranks' weights: Keras multiplies one number by every weight and takes the mean.
@@ -234,7 +234,7 @@ class GloballyScaledLosses:
             own = original(values, weight, mask, "sum", dtype)
             return _summed(ops.divide_no_nan(own, ops.cast(denominator, own.dtype)))  # zero even for NaN, as in Keras
         loss = original(values, weight, mask, reduction, dtype)
-        if reduction not in _DIVIDED or mask is None:
+        if reduction not in _MEAN_REDUCTIONS or mask is None:
             return loss
         left = ops.sum(ops.cast(mask, "float32"))
         return _summed(loss, ops.divide_no_nan(left, _totals([left])[0]))

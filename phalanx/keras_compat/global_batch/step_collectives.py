@@ -1,8 +1,8 @@
 """Access to the other replicas for layers and losses that need them in the middle of a step.
 
-An engine that takes a step, and `strategy.run`, enter `InStep`. The code inside gets the collectives from `current()`.
-Every rank computes the same step, so all call the same collectives in the same order. This includes a rank without
-samples, whose placeholder batch counts for nothing.
+An engine that takes a step, and `strategy.run`, enter a `StepScope`. The code inside gets the collectives from
+`current()`. Every rank computes the same step, so all call the same collectives in the same order. This includes a rank
+without samples, whose placeholder batch counts for nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class StepCollectives(Protocol):
         ...
 
 
-class LoneCollectives:
+class SingleRankCollectives:
     """The collectives of a step in which no other rank takes part."""
 
     weights_gradients = synchronizes_batch_norm = False
@@ -89,22 +89,22 @@ class PredictionCollectives:
         )
 
 
-LONE = LoneCollectives()
+SINGLE_RANK = SingleRankCollectives()
 PREDICTION = PredictionCollectives()
 
 
-# A stack, because a step may contain code that is not part of it, inside `InStep(None)`.
+# A stack, because a step may contain code that is not part of it, inside `StepScope(None)`.
 class _Stack(threading.local):
     """The contexts that this thread has entered, innermost last."""
 
     def __init__(self) -> None:
-        self.contexts: list[InStep] = []
+        self.contexts: list[StepScope] = []
 
 
 _stack = _Stack()
 
 
-class InStep(AbstractContextManager[None]):
+class StepScope(AbstractContextManager[None]):
     """A context in which code computes one rank's part of a step.
 
     Args:
@@ -129,5 +129,5 @@ def current() -> StepCollectives | None:
 
 
 def trace_key() -> Hashable | None:
-    """Return the `key` of the innermost `InStep`; None outside of all."""
+    """Return the `key` of the innermost `StepScope`; None outside of all."""
     return _stack.contexts[-1].key if _stack.contexts else None

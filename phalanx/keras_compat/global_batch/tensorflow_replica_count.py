@@ -16,7 +16,7 @@ from phalanx.keras_compat.global_batch.step_means import is_in_step
 logger = logging.getLogger(__name__)
 
 
-class _InScopes:
+class _ScopedDistributeLib:
     """TensorFlow's module outside of Phalanx's scopes, Phalanx's inside."""
 
     def __init__(self, tensorflows: Any, ours: Any) -> None:
@@ -51,5 +51,5 @@ def count_replicas(contexts: Any) -> None:
             "global_batch_size, and call phalanx.scale_regularization_loss."
         )
         return
-    if not isinstance(module, _InScopes):
-        nn_impl_distribute.distribute_lib = _InScopes(module, contexts)
+    if not isinstance(module, _ScopedDistributeLib):
+        nn_impl_distribute.distribute_lib = _ScopedDistributeLib(module, contexts)

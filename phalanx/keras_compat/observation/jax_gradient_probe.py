@@ -21,7 +21,7 @@ from phalanx.keras_compat.patching import PatchedFunction, defining_class, overr
 Values = list[Any]
 
 
-class UpdateNeeded(UnsupportedError):
+class UnsupportedUpdateError(UnsupportedError):
     """A train step does more with weights and optimizer variables than return the results of one `stateless_apply`."""
 
 
@@ -33,7 +33,7 @@ _ONE_UPDATE = (
 )
 
 
-class _Later:
+class _Placeholder:
     """Placeholder for a value after the update, which is not known yet. Computing with it raises an error."""
 
 
@@ -43,8 +43,8 @@ class OptimizerCall(NamedTuple):
     optimizer: Values
     gradients: Values
     trainable: Values
-    new_trainable: list[_Later]
-    new_optimizer: list[_Later]
+    new_trainable: list[_Placeholder]
+    new_optimizer: list[_Placeholder]
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def probe(optimizer: Any, *, is_custom: bool = False) -> Iterator[list[Optimizer
         optimizer: The model's optimizer.
         is_custom: Whether the step is custom, and so may compute with placeholders.
 
-    Raises: UpdateNeeded if such a step fails after placeholders were returned.
+    Raises: UnsupportedUpdateError if such a step fails after placeholders were returned.
     """
     calls: list[OptimizerCall] = []
     own = GlobalGradients(optimizer)
@@ -63,7 +63,7 @@ def probe(optimizer: Any, *, is_custom: bool = False) -> Iterator[list[Optimizer
     def note(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> tuple[Any, Any]:
         # One placeholder per value: with them, `only_call` sees that the step has passed on all of them, in their
         # places.
-        later = [_Later() for _ in trainable_variables], [_Later() for _ in optimizer_variables]
+        later = [_Placeholder() for _ in trainable_variables], [_Placeholder() for _ in optimizer_variables]
         gradients = own.to_merge(grads, optimizer._trainable_variables)
         calls.append(OptimizerCall(optimizer_variables, gradients, trainable_variables, *later))
         return later
@@ -74,13 +74,14 @@ def probe(optimizer: Any, *, is_custom: bool = False) -> Iterator[list[Optimizer
         except Exception as error:
             if not (calls and is_custom):
                 raise
-            raise UpdateNeeded(_ONE_UPDATE) from error
+            raise UnsupportedUpdateError(_ONE_UPDATE) from error
 
 
 def only_call(calls: list[OptimizerCall], state: tuple[Any, ...], trainable: Values, optimizer: Values) -> Values:
     """Return the gradients of the only `stateless_apply` of a train step.
 
-    Raises: UpdateNeeded if there were none or several, or the step did more to weights or optimizer variables.
+    Raises: UnsupportedUpdateError if there were none or several, or if the step did more to weights or optimizer
+        variables.
     """
     if len(calls) == 1:
         (call,) = calls
@@ -89,7 +90,7 @@ def only_call(calls: list[OptimizerCall], state: tuple[Any, ...], trainable: Val
         given = _same(call.trainable, trainable) and _same(call.optimizer, optimizer)
         if given and _same(state[0], call.new_trainable) and _same(state[2], call.new_optimizer):
             return call.gradients
-    raise UpdateNeeded(_ONE_UPDATE)
+    raise UnsupportedUpdateError(_ONE_UPDATE)
 
 
 Merge = Callable[[Values, Values], Values]

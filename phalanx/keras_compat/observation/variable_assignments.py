@@ -15,7 +15,7 @@ import keras
 from phalanx.keras_compat.keras_internals import in_stateless_scope
 from phalanx.keras_compat.patching import PatchedFunction, defining_class
 
-OWN = "phalanx"
+INTERNAL_PREFIX = "phalanx"
 """Prefix of the names of engines' variables, which are not state of the program."""
 
 
@@ -86,7 +86,7 @@ def _of_tensorflow(found_raw: Callable[[Any], None]) -> list[PatchedFunction]:
 
     def watched(name: str) -> PatchedFunction:
         def assign(variable: Any, *args: Any, **kwargs: Any) -> Any:
-            if not variable.name.startswith(OWN):
+            if not variable.name.startswith(INTERNAL_PREFIX):
                 found_raw(variable)
             return patch.original(variable, *args, **kwargs)
 

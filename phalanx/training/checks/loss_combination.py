@@ -18,7 +18,7 @@ from phalanx.engines import make_tensors
 from phalanx.engines.local_ranks import LocalRanks
 from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses, is_noted_sum, note_sum
-from phalanx.keras_compat.global_batch.step_collectives import InStep
+from phalanx.keras_compat.global_batch.step_collectives import StepScope
 from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 from phalanx.keras_compat.variables.host_values import to_host
 
@@ -89,7 +89,7 @@ def compute_as_ranks(function: Callable[[Any], T], parts: Sequence[Any], rows: S
 
     def compute(rank: int) -> T:
         means = WeightedStepMeans(partial(float, rows[rank] / sum(rows)))
-        with GloballyScaledLosses(rows[rank]), means, InStep(collectives):
+        with GloballyScaledLosses(rows[rank]), means, StepScope(collectives):
             return function(parts[rank])
 
     return ranks.compute(len(parts), compute, restore=lambda: None)

@@ -15,7 +15,7 @@ from phalanx.collectives.communicator import ReduceOp
 from phalanx.data import LocalBatch
 from phalanx.engines.updater import check_kind
 from phalanx.errors import ConfigurationError, PhalanxError, UnsupportedError
-from phalanx.keras_compat.model_state import names_in, optimizers, state_of_own_layers
+from phalanx.keras_compat.model_state import names_in, optimizers, state_of_custom_layers
 from phalanx.training.replica import Replica
 
 CLIPPING = {"clip_by_global_norm", "clip_by_norm", "clip_by_average_norm", "clip_grad_norm_", "clip_grad_value_"}
@@ -37,7 +37,7 @@ def kept_state_message(variable: Any) -> str:
 
 def check_kept_state(model: Any, replica: Replica) -> None:
     """Raise UnsupportedError on every rank if a prediction has left different layer state on some ranks."""
-    variables = state_of_own_layers(model)
+    variables = state_of_custom_layers(model)
     if not variables:
         return
     own = [np.asarray(keras.ops.convert_to_numpy(variable), np.float64) for variable in variables]

@@ -42,7 +42,7 @@ def is_needed(model: Any, method: str) -> bool:
     """
     if model_state.overrides(model, "predict_step"):
         return method == "predict"  # an evaluation does not call it
-    return model_state.has_own_forward(model)
+    return model_state.has_custom_forward(model)
 
 
 class OutputDependence(Enum):

@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from phalanx.keras_compat.model_state import compiled_losses, names_in, overrides, own_method
+from phalanx.keras_compat.model_state import compiled_losses, instance_method, names_in, overrides
 from phalanx.keras_compat.patching import defining_class
 
 
@@ -22,7 +22,7 @@ def is_known(loss: Any) -> bool:
     methods = [defining_class(type(loss), name) for name in ("call", "__call__")]
     computes = [*methods, getattr(loss, "fn", type(loss))]
     homes = [getattr(each, "__module__", None) or "" for each in computes]
-    return own_method(loss, "call") is None and all(home.startswith(("keras.", "phalanx.")) for home in homes)
+    return instance_method(loss, "call") is None and all(home.startswith(("keras.", "phalanx.")) for home in homes)
 
 
 def _calls_model(model: Any) -> bool:
@@ -46,7 +46,7 @@ def layers_adding_losses(model: Any) -> list[Any]:
 
 
 def _adds_losses(layer: Any) -> bool:
-    if "add_loss" in names_in(own_method(layer, "call")):
+    if "add_loss" in names_in(instance_method(layer, "call")):
         return True
     is_own = not type(layer).__module__.startswith("keras.")
     return is_own and any("add_loss" in _names_of(kind) for kind in type(layer).__mro__)

@@ -88,7 +88,7 @@ class StepComparison:
                 f"a maximum, clip it where it is used, or count in a metric of the layer."
             )
         if variable := self._first_difference("metrics", self._allowed):
-            if variable.startswith("loss/") and not model_state.has_own_steps(self.model, self.step):
+            if variable.startswith("loss/") and not model_state.has_custom_steps(self.model, self.step):
                 return f"{start}the loss of a few samples is another. {self._advice()}"
             return (
                 f"{start}the metric's variable {variable!r} differs after a step. What a {self.step} updates metrics "
@@ -259,7 +259,7 @@ class StepComparison:
 
 def advice_on_layers(model: Any) -> str:
     """Advice for a program in which the model, rather than a custom step, relates samples."""
-    own = model_state.own_layers(model)
+    own = model_state.custom_layers(model)
     names = list(dict.fromkeys(repr(layer.name) for layer in own))
     listed = f"{'one of ' if len(names) > 1 else ''}{', '.join(names)}"
     what = f"a layer that is not Keras's own ({listed})" if names else "an operation between the layers"
@@ -268,7 +268,7 @@ def advice_on_layers(model: Any) -> str:
         f"sample; of sums over all replicas (phalanx.get_replica_context().all_reduce); with "
         f"keras.layers.BatchNormalization(synchronized=True); or in a loss in phalanx.losses.OverGlobalBatch(loss)."
     )
-    if any(map(model_state.regularizes_activity, own)):
+    if any(map(model_state.has_custom_activity_regularizer, own)):
         advice += (
             " Keras divides what an activity regularizer returns by the number of samples: return a sum over the "
             "samples, of what follows from each of them alone."

@@ -60,8 +60,8 @@ logger = logging.getLogger(__name__)
 def is_needed(model: Any, step: str) -> bool:
     """Whether there is anything to determine about `train_step` or `test_step`; the same on all ranks."""
     if step == "train_step":
-        return model_state.has_own_code(model)
-    return model_state.has_own_steps(model, step) or bool(model_state.state_of_own_layers(model))
+        return model_state.has_custom_code(model)
+    return model_state.has_custom_steps(model, step) or bool(model_state.state_of_custom_layers(model))
 
 
 def find_difference(
@@ -260,7 +260,9 @@ class _Trial:
         apart = {id(generator.state) for generator in seed_generators(model)}
         apart |= {id(variable) for optimizer in model_state.optimizers(model) for variable in optimizer.variables}
         trained = {id(variable) for variable in model.trainable_variables}
-        for variable in variables_of(model) if self._name == "train_step" else model_state.state_of_own_layers(model):
+        for variable in (
+            variables_of(model) if self._name == "train_step" else model_state.state_of_custom_layers(model)
+        ):
             if id(variable) not in apart:
                 _add(weights if id(variable) in trained else state, variable.path, variable.value)
         for metric in model.metrics:
@@ -298,7 +300,7 @@ def _has_accelerators() -> bool:
 
 def _find_kept_state(model: Any, found: StepComparison) -> str:
     """Return an error message if layers keep data of their samples in a test step, after which no state is merged."""
-    for variable in model_state.state_of_own_layers(model):
+    for variable in model_state.state_of_custom_layers(model):
         if variable.path not in found.whole.state:
             continue
         whole, *parts = (each.state[variable.path] for each in (found.whole, *found.ranks))

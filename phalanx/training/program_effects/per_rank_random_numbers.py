@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.data.rank_local_reads import drawing_samples_from
 from phalanx.engines import random_state
 from phalanx.engines.random_state import hash_of
-from phalanx.keras_compat.model_state import has_own_code
+from phalanx.keras_compat.model_state import has_custom_code
 from phalanx.training.checks.loss_probe import needs_probing
 from phalanx.training.program_effects import program_random_state
 
@@ -117,7 +117,7 @@ def step_stream_factory(model: Any, replica: Replica) -> Callable[[], AbstractCo
 
     @cache
     def runs_program(knows_losses: bool) -> bool:
-        return not knows_losses or has_own_code(model) or needs_probing(model)
+        return not knows_losses or has_custom_code(model) or needs_probing(model)
 
     def drawing() -> AbstractContextManager[None]:
         knows_losses = bool(getattr(getattr(model, "_compile_loss", None), "built", False))

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from phalanx.keras_compat.model_state import compiled_losses, has_comparisons, names_in, own_layers
+from phalanx.keras_compat.model_state import compiled_losses, custom_layers, has_comparisons, names_in
 from phalanx.keras_compat.program_classes import is_of_program
 
 KERAS_PARTS = (keras.layers.Layer, keras.Variable, keras.optimizers.Optimizer, keras.metrics.Metric)
@@ -116,7 +116,7 @@ def reads_iterators(model: Any) -> bool:
     Args:
         model: A compiled model.
     """
-    return ProgramObjects([model, *own_layers(model), *compiled_losses(model)]).iterators
+    return ProgramObjects([model, *custom_layers(model), *compiled_losses(model)]).iterators
 
 
 def may_depend_on_size(model: Any) -> bool:
@@ -126,7 +126,7 @@ def may_depend_on_size(model: Any) -> bool:
     Args:
         model: A compiled model.
     """
-    found = ProgramObjects([model, *own_layers(model), *compiled_losses(model)]).functions
+    found = ProgramObjects([model, *custom_layers(model), *compiled_losses(model)]).functions
     return any(_limits_a_size(function) for function in found if function.__name__ not in _BEFORE_STEPS)
 
 

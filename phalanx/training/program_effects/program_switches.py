@@ -46,7 +46,7 @@ def was_switched_on(before: Switches, now: Switches) -> bool:
 
 def _values(model: Any) -> Iterator[tuple[tuple[int, str], Any]]:
     """Yield the values that the program's code reads, with their places."""
-    parts = [model, *model_state.own_layers(model), *model_state.compiled_losses(model)]
+    parts = [model, *model_state.custom_layers(model), *model_state.compiled_losses(model)]
     held = ProgramObjects(parts)
     owners = {id(each): each for each in (*parts, *held.objects)}.values()
     trained = {id(variable) for variable in _trained(model)}

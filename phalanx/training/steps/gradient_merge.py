@@ -144,7 +144,7 @@ class StepMerge(Merge):
 
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
         if self.micro_batches is not None and self._mode is not MergeMode.LOCAL:
-            # Raises MicroBatchKept until the last micro-batch, so the notice is merged once per step.
+            # Raises UpdateDeferred until the last micro-batch, so the notice is merged once per step.
             merged = self.micro_batches.merge(layout, arrays)
             if self._replica.notice is not None:
                 self.merge_notice()

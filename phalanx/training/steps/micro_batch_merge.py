@@ -22,7 +22,7 @@ import numpy as np
 from phalanx.arrays.tree_sum import TreeSum, nodes_between
 from phalanx.collectives.reduction import wire_dtype
 from phalanx.data.micro_batches import MicroBatch, numbers_of
-from phalanx.engines.engine import GradientRows, MicroBatchKept
+from phalanx.engines.engine import GradientRows, UpdateDeferred
 from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout
 from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
@@ -79,7 +79,7 @@ class MicroBatchMerge:
         for micro in batch.micro_batches:
             self._micro, self._is_last = micro, micro is batch.micro_batches[-1]
             self._contributed.append([])
-            with contextlib.suppress(MicroBatchKept):
+            with contextlib.suppress(UpdateDeferred):
                 compute(micro)
 
     def total(self, own: Array) -> Array:
@@ -111,7 +111,7 @@ class MicroBatchMerge:
             self._sums = self._sums or TreeSum(operations)
             self._sums.add(micro.number, own)
         if not self._ends_step():
-            raise MicroBatchKept
+            raise UpdateDeferred
         progress.enter("all_reduce")
         timeline.current.enter("merge")
         merged = self._exchange(self._sums, own, operations)

@@ -13,7 +13,7 @@ from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.replica.jax.jax_tensors import JaxTensors
 from phalanx.engines.replica.jax.split_step import CompiledHostCallError, SplitStep
 from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses
-from phalanx.keras_compat.global_batch.step_collectives import InStep
+from phalanx.keras_compat.global_batch.step_collectives import StepScope
 from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 from phalanx.keras_compat.model_state import samples
 
@@ -94,7 +94,11 @@ class CompiledStep:
         return pieces(share_of_step, *arguments)
 
     def _trace(self, share: Any, *arguments: Any) -> Any:
-        with GloballyScaledLosses(samples(arguments[-1])), WeightedStepMeans(lambda: share), InStep(self._collectives):
+        with (
+            GloballyScaledLosses(samples(arguments[-1])),
+            WeightedStepMeans(lambda: share),
+            StepScope(self._collectives),
+        ):
             return self._function(*arguments)
 
 

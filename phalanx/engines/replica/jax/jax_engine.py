@@ -36,7 +36,7 @@ from phalanx.engines.replica.jax.output_packing import OutputPacking
 from phalanx.engines.replica.jax.step_functions import AppliedResults, CompiledUpdate, StepFunctions, batch_kind
 from phalanx.engines.replica.replica_engine import ReplicaEngine
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.global_batch.step_collectives import PREDICTION, InStep
+from phalanx.keras_compat.global_batch.step_collectives import PREDICTION, StepScope
 
 Array = np.ndarray[Any, Any]
 Values = list[Any]
@@ -177,7 +177,7 @@ class JaxEngine(ReplicaEngine):
     def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
         step = self._prediction(data, form, len(trainable))
-        with InStep(PREDICTION):
+        with StepScope(PREDICTION):
             outputs, non_trainable = step((trainable, non_trainable), self._batches.pack(data, form))
         self._arguments.keep(trainable, list(non_trainable), None, metrics)
         return tree.map_structure(np.asarray, outputs)

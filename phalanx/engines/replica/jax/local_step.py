@@ -10,7 +10,7 @@ from phalanx.engines.replica.jax.compiled_step import CompiledStep
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
 from phalanx.engines.replica.jax.step_functions import AppliedResults, LocalResults, StepFunctions
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.observation.jax_gradient_probe import UpdateNeeded
+from phalanx.keras_compat.observation.jax_gradient_probe import UnsupportedUpdateError
 
 
 class LocalStep:
@@ -35,7 +35,7 @@ class LocalStep:
             try:
                 local: LocalResults = self._gradients(share, *arguments)
                 return local
-            except UpdateNeeded:
+            except UnsupportedUpdateError:
                 if self._once:
                     raise
                 self._applies = True

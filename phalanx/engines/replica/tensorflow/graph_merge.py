@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from phalanx.engines.engine import GradientRows, Merge, MicroBatchKept
+from phalanx.engines.engine import GradientRows, Merge, UpdateDeferred
 from phalanx.engines.merge_collectives import MergeCollectives
 from phalanx.engines.replica.replica_engine import complete
 from phalanx.engines.replica.tensorflow.host_calls import call_on_host, take_failure
@@ -16,12 +16,12 @@ from phalanx.engines.replica.tensorflow.indexed_slices import is_of_any_batch, m
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
 from phalanx.engines.step_layout import MergeWeight, StepLayout, gradient_weights
 from phalanx.engines.tensors import HostFunction
-from phalanx.keras_compat.observation.variable_assignments import OWN
+from phalanx.keras_compat.observation.variable_assignments import INTERNAL_PREFIX
 
 Array = np.ndarray[Any, Any]
 
 
-class HostCallNeeded(Exception):
+class HostCallInXlaError(Exception):
     """A loss or layer needs the other ranks in the middle of XLA-compiled code, which cannot call the host."""
 
 
@@ -33,19 +33,19 @@ class GraphMerge:
         share: This rank's share of the global batch of the current step.
         share_in_graph: The share as a variable, for computations in a graph.
         xla: Whether XLA compiles the part of the step before the merge.
-        is_kept: Whether other micro-batches follow before the update; None in steps without micro-batches.
-        is_kept_in_graph: `is_kept` as a tensor.
+        is_deferred: Whether other micro-batches follow before the update; None in steps without micro-batches.
+        is_deferred_in_graph: `is_deferred` as a tensor.
     """
 
     def __init__(self, merge: Merge) -> None:
         self._merge = merge
         self.collectives = MergeCollectives(merge, self._call)
         self.share = 1.0
-        self.share_in_graph = tf.Variable(self.share, name=f"{OWN}_share")
+        self.share_in_graph = tf.Variable(self.share, name=f"{INTERNAL_PREFIX}_share")
         self.xla = False
         self._of_any_batch: dict[int, bool] = {}  # by index of each row gradient, see `is_of_any_batch`
-        self.is_kept: bool | None = None
-        self.is_kept_in_graph: Any = None
+        self.is_deferred: bool | None = None
+        self.is_deferred_in_graph: Any = None
 
     def begin_step(self, share: float) -> None:
         """Set this rank's share of the global batch of the next step."""
@@ -53,12 +53,12 @@ class GraphMerge:
             self.share = self.collectives.share = share
             self.share_in_graph.assign(share)
         take_failure()  # of an earlier step
-        self.is_kept = None
+        self.is_deferred = None
 
     def _call(self, function: HostFunction, tensors: Sequence[Any], **options: Any) -> list[Any]:
         """Make a host call for a loss or layer; see `Tensors.call`."""
         if self.xla:
-            raise HostCallNeeded
+            raise HostCallInXlaError
         return TensorFlowTensors().call(function, tensors, **options)
 
     def merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
@@ -130,21 +130,21 @@ class GraphMerge:
                 look(layout, flats)
             return flats
 
-        def merge_or_keep(arrays: Sequence[Array]) -> list[Any]:
+        def merge_or_defer(arrays: Sequence[Array]) -> list[Any]:
             try:
                 flats = merge(arrays)
-                self.is_kept = False
-            except MicroBatchKept:  # TensorFlow would report an error, so the graph continues and skips the update
+                self.is_deferred = False
+            except UpdateDeferred:  # TensorFlow would report an error, so the graph continues and skips the update
                 assert layout is not None
                 flats = layout.allocate()
-                self.is_kept = True
-            return [*flats, np.array(self.is_kept)]
+                self.is_deferred = True
+            return [*flats, np.array(self.is_deferred)]
 
         dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
         if not self._merge.in_micro_batches:
             return _cut(tensors, call_on_host(merge, tensors, dtypes))
-        *flats, self.is_kept_in_graph = call_on_host(merge_or_keep, tensors, [*dtypes, tf.bool])
-        self.is_kept_in_graph.set_shape([])
+        *flats, self.is_deferred_in_graph = call_on_host(merge_or_defer, tensors, [*dtypes, tf.bool])
+        self.is_deferred_in_graph.set_shape([])
         return _cut(tensors, flats)
 
 

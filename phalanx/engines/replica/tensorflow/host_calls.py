@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from phalanx.errors import UnsupportedError
-from phalanx.keras_compat.observation.variable_assignments import OWN
+from phalanx.keras_compat.observation.variable_assignments import INTERNAL_PREFIX
 
 Array = np.ndarray[Any, Any]
 
@@ -61,7 +61,7 @@ def call_on_host(
         _failures.clear()
         try:
             return function(list(arrays))
-        # BaseException, because the interruption of a trial (`local_ranks.Unanswered`) is not an Exception.
+        # BaseException, because the interruption of a trial (`local_ranks.CollectivePending`) is not an Exception.
         except BaseException as error:
             _failures.append(error)
             raise
@@ -103,4 +103,4 @@ def _turn() -> Any:
 
 def _make_turn() -> Any:
     with tf.device("CPU:0"):
-        return tf.Variable(0, dtype=tf.int64, trainable=False, name=f"{OWN}_turn")
+        return tf.Variable(0, dtype=tf.int64, trainable=False, name=f"{INTERNAL_PREFIX}_turn")

@@ -24,10 +24,10 @@ from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.tensorflow_fused_adam import fused_adam
-from phalanx.engines.engine import Batch, Merge, MicroBatchKept, ModelValues
+from phalanx.engines.engine import Batch, Merge, ModelValues, UpdateDeferred
 from phalanx.engines.replica.replica_engine import ReplicaEngine, complete, variables_of_optimizers
 from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, runs_eagerly
-from phalanx.engines.replica.tensorflow.graph_merge import GraphMerge, HostCallNeeded
+from phalanx.engines.replica.tensorflow.graph_merge import GraphMerge, HostCallInXlaError
 from phalanx.engines.replica.tensorflow.host_calls import take_failure
 from phalanx.engines.replica.tensorflow.keras_traces import FunctionsByTrace, KerasTraces
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
@@ -37,7 +37,7 @@ from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch.global_gradients import GlobalGradients
 from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses
 from phalanx.keras_compat.global_batch.optimizer_applies import merging_applies
-from phalanx.keras_compat.global_batch.step_collectives import PREDICTION, InStep, trace_key
+from phalanx.keras_compat.global_batch.step_collectives import PREDICTION, StepScope, trace_key
 from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 from phalanx.keras_compat.global_batch.tensorflow_tape import SampleLossGradients
 from phalanx.keras_compat.layer_building import build_all
@@ -70,7 +70,7 @@ class TensorFlowEngine(ReplicaEngine):
             WeightedStepMeans(lambda: graph.share_in_graph),
             SampleLossGradients(lambda: graph.share_in_graph, lambda: self._losses.batch_size),
             # The key: a function that the model compiles itself would otherwise keep calling another engine's merge.
-            InStep(graph.collectives, key=object()),
+            StepScope(graph.collectives, key=object()),
         )
         trace_apart(trace_key)
         self._fused = registry.choose("tensorflow_fused_adam", fused_adam, nullcontext)
@@ -132,8 +132,8 @@ class TensorFlowEngine(ReplicaEngine):
         before = self._variables.copies(changed)
         try:
             logs = self._run("_train", data, share)
-            if self._graph.is_kept:
-                raise MicroBatchKept
+            if self._graph.is_deferred:
+                raise UpdateDeferred
             self._logs = logs
         except BaseException:
             self._variables.write(changed, before)
@@ -155,7 +155,7 @@ class TensorFlowEngine(ReplicaEngine):
             self._predictions[form] = functions
         self._graph.begin_step(share)
         _, means, _, _ = self._contexts
-        with InStep(PREDICTION, key="predict"), means if self.counts_in_predictions else nullcontext():
+        with StepScope(PREDICTION, key="predict"), means if self.counts_in_predictions else nullcontext():
             outputs = functions(data)
         return tree.map_structure(partial(_predicted, self._model), outputs)
 
@@ -179,7 +179,7 @@ class TensorFlowEngine(ReplicaEngine):
         try:
             with losses, means, tapes, in_step:
                 return getattr(self, name)(data)
-        except HostCallNeeded:
+        except HostCallInXlaError:
             logger.info("XLA is disabled for %r: its replicas exchange values within a step.", self._model.name)
             self._make_functions(xla=False)
             return self._run(name, data, share)
@@ -212,17 +212,17 @@ class TensorFlowEngine(ReplicaEngine):
             # What does not depend on the gradients (step count, weight decay) must not happen if the merge fails.
             others = [slices.values for slices in sparse.values()]
             with tf.control_dependencies([*merged, *others]):
-                self._apply_unless_kept(gradients, weights)
+                self._apply_unless_deferred(gradients, weights)
         return averages, dict(model.get_metrics_result()), self.origins.results(averages)
 
-    def _apply_unless_kept(self, gradients: list[Any], weights: list[Any]) -> None:
+    def _apply_unless_deferred(self, gradients: list[Any], weights: list[Any]) -> None:
         def apply() -> Any:
             with self._fused(self._model.optimizer):
                 self._model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
             return tf.constant(True)
 
         if self._merge.in_micro_batches:
-            tf.cond(self._graph.is_kept_in_graph, lambda: tf.constant(False), apply)
+            tf.cond(self._graph.is_deferred_in_graph, lambda: tf.constant(False), apply)
         else:
             apply()
 

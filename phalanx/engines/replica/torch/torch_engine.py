@@ -33,7 +33,7 @@ from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch.global_gradients import GlobalGradients
 from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses
 from phalanx.keras_compat.global_batch.optimizer_applies import merging_applies
-from phalanx.keras_compat.global_batch.step_collectives import PREDICTION, InStep
+from phalanx.keras_compat.global_batch.step_collectives import PREDICTION, StepScope
 from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 from phalanx.keras_compat.layer_building import has_built_layers
 from phalanx.keras_compat.torch_internals import convert_to_tensor, get_device
@@ -63,7 +63,7 @@ class TorchEngine(ReplicaEngine):
         self._collectives = MergeCollectives(merge, TorchTensors().call)
         self._losses = GloballyScaledLosses()
         self._products = registry.choose("torch_onednn_matmul", OneDNNMatmul, nullcontext)()
-        means, in_step = WeightedStepMeans(lambda: self._share), InStep(self._collectives)
+        means, in_step = WeightedStepMeans(lambda: self._share), StepScope(self._collectives)
         self._contexts: tuple[AbstractContextManager[Any], ...] = self._losses, means, in_step, self._products
         self._updates = AcceleratedUpdates()
 
@@ -240,7 +240,7 @@ class TorchEngine(ReplicaEngine):
         self._share = share
         _, means, _, products = self._contexts
         counting = means if self.counts_in_predictions else nullcontext()
-        with torch.no_grad(), products, counting, InStep(PREDICTION), self.drawing_apart():
+        with torch.no_grad(), products, counting, StepScope(PREDICTION), self.drawing_apart():
             outputs = self._model.predict_step(self._batches.pack(_to_device(data), form))
         return tree.map_structure(to_host, outputs)
 
