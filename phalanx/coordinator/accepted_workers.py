@@ -2,7 +2,7 @@
 
 Each worker has a thread that sends to it and one that receives from it. Sockets are read and written without the lock.
 Everything sent to a worker passes through its outbox, in the order of decisions made with the lock held: a message may
-refer to the content of an earlier one (`KeepObject`, `MakeObject`, `Define`).
+refer to the content of an earlier one (`StoreObject`, `CreateObject`, `Define`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ import msgspec
 from phalanx.cluster.admission import admit_worker, link_name
 from phalanx.cluster.peer_identification import PROBE, ProbeService
 from phalanx.cluster.task_identity import TaskIdentity
-from phalanx.coordinator.coordinator_messages import Answer, Begin, ForgetObject, MakeObject, Ping, StopWorker
+from phalanx.coordinator.coordinator_messages import (
+    Answer,
+    CreateObject,
+    DeclareVariables,
+    DropObject,
+    Ping,
+    StopWorker,
+)
 from phalanx.coordinator.worker_connection import DeferredMessage, Message, WorkerConnection
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
 from phalanx.runtime import progress
@@ -71,9 +78,10 @@ class AcceptedWorkers:
         self.names = {rank: str(task) for rank, task in enumerate(me.tasks) if rank != me.rank}
         self.greeting: Callable[[], Message] | None = None
         self._workers: dict[int, WorkerConnection] = {}
-        self._broadcasts: list[tuple[Begin | MakeObject, Sequence[bytes]]] = []  # also sent to workers that join later
+        # Also sent to workers that join later.
+        self._broadcasts: list[tuple[DeclareVariables | CreateObject, Sequence[bytes]]] = []
         # Additional messages for workers without a program, by role.
-        self._for_programless: dict[str, DeferredMessage] = {}
+        self._worker_server_messages: dict[str, DeferredMessage] = {}
         self._link_numbers = itertools.count()
         self._closing = False
         self._listener = me.open_listener()
@@ -91,46 +99,46 @@ class AcceptedWorkers:
         return len(self._workers)
 
     @property
-    def has_programless_workers(self) -> bool:
+    def has_worker_servers(self) -> bool:
         """Whether a worker is connected that runs no program of its own."""
         with self._changed:
             return any(not worker.has_program for worker in self._workers.values())
 
-    def broadcast(self, order: Begin | MakeObject, buffers: Sequence[bytes] = ()) -> None:
-        """Send a message to all workers, and to those that join later; these receive only the last `Begin`."""
+    def broadcast(self, order: DeclareVariables | CreateObject, buffers: Sequence[bytes] = ()) -> None:
+        """Send a message to all workers, and to those that join later (of `DeclareVariables`, only the last)."""
         with self._changed:
-            if isinstance(order, Begin):
-                self._broadcasts = [sent for sent in self._broadcasts if not isinstance(sent[0], Begin)]
+            if isinstance(order, DeclareVariables):
+                self._broadcasts = [sent for sent in self._broadcasts if not isinstance(sent[0], DeclareVariables)]
             self._broadcasts.append((order, buffers))
             for worker in self._workers.values():
                 worker.outbox.append((order, buffers))
             self._changed.notify_all()
 
-    def forget(self, number: int) -> None:
+    def drop(self, number: int) -> None:
         """Drop the per-worker value, or the large array, of this number on the workers."""
         with self._changed:
             self._broadcasts = [
                 (order, buffers)
                 for order, buffers in self._broadcasts
-                if isinstance(order, Begin) or order.number != number
+                if isinstance(order, DeclareVariables) or order.number != number
             ]
             for worker in self._workers.values():
-                worker.kept.discard(number)
+                worker.stored.discard(number)
                 # Behind the calls that use it, which are already in the outbox.
-                worker.outbox.append((ForgetObject(number), ()))
+                worker.outbox.append((DropObject(number), ()))
             self._changed.notify_all()
 
-    def send_to_programless(self, role: str, pack: Callable[[], Message]) -> None:
+    def send_to_worker_servers(self, role: str, pack: Callable[[], Message]) -> None:
         """Send a message to all workers without a program, including those that join later. It replaces the previous
         message of its role, and is packed once a worker needs it.
 
         Raises: the error of packing it, if a connected worker needs it.
         """
         message = DeferredMessage(pack)
-        if self.has_programless_workers:
+        if self.has_worker_servers:
             message.packed()
         with self._changed:
-            self._for_programless[role] = message
+            self._worker_server_messages[role] = message
             for worker in self._workers.values():
                 if not worker.has_program:
                     worker.outbox.append(message)
@@ -139,7 +147,7 @@ class AcceptedWorkers:
     def withdraw(self, role: str) -> None:
         """Do not send the message of this role to workers that join later."""
         with self._changed:
-            self._for_programless.pop(role, None)
+            self._worker_server_messages.pop(role, None)
 
     def lose(self, worker: WorkerConnection, why: str, error: Exception | None = None) -> None:
         """Close the link to a worker, which does no more work; `error` is what its link raised."""
@@ -155,7 +163,7 @@ class AcceptedWorkers:
                 is_known = isinstance(error, LinkClosedError) and progress.has_launcher()
                 level = logging.INFO if is_known else logging.WARNING
                 logger.log(level, "Lost %s: %s Its function runs on another worker.", worker.name, why)
-            self._dispatcher.left(worker)
+            self._dispatcher.worker_lost(worker)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -197,7 +205,7 @@ class AcceptedWorkers:
                 worker.outbox.append((StopWorker(), ()))
             self._workers[number] = worker  # the threads of a previous connection see that they are no longer in use
             self._silent.discard(hello.task)
-            self._dispatcher.entered(worker)
+            self._dispatcher.worker_joined(worker)
             self._changed.notify_all()
         if former is not None:
             former.link.close()
@@ -208,10 +216,10 @@ class AcceptedWorkers:
         """The messages for a worker without a program: definitions, those that refer to them, the running method."""
         if self.greeting is not None:
             yield DeferredMessage(self.greeting)
-        yield from (message for role, message in self._for_programless.items() if role != METHOD)
+        yield from (message for role, message in self._worker_server_messages.items() if role != METHOD)
         yield from self._broadcasts
-        if METHOD in self._for_programless:
-            yield self._for_programless[METHOD]
+        if METHOD in self._worker_server_messages:
+            yield self._worker_server_messages[METHOD]
 
     # The threads of one worker.
 
@@ -239,7 +247,7 @@ class AcceptedWorkers:
             while self._workers.get(worker.number) is worker:
                 if worker.outbox:
                     return worker.outbox.popleft()
-                if self._dispatcher.feed(worker):
+                if self._dispatcher.assign_next(worker):
                     continue
                 if time.monotonic() - worker.last_sent_at > PING_S:
                     return Ping(), ()
@@ -251,6 +259,6 @@ class AcceptedWorkers:
         try:
             while True:
                 header, buffers = worker.link.receive(deadline=time.monotonic() + limit_s)
-                self._dispatcher.answered(worker, _ANSWERS.decode(header), buffers)
+                self._dispatcher.handle_answer(worker, _ANSWERS.decode(header), buffers)
         except (LinkClosedError, LinkTimeoutError, FrameError) as error:
             self.lose(worker, str(error), error)

@@ -29,7 +29,7 @@ Trace = list[tuple[bool, Any]]
 """The objects found, in order: whether each is compared by identity, and the object."""
 
 
-def trace(function: Any, is_constant: Callable[[Any], bool], pickled: Callable[[Any], bytes]) -> Trace:
+def trace_references(function: Any, is_constant: Callable[[Any], bool], pickled: Callable[[Any], bytes]) -> Trace:
     """The objects that a function refers to.
 
     Args:
@@ -38,9 +38,9 @@ def trace(function: Any, is_constant: Callable[[Any], bool], pickled: Callable[[
     """
     found: Trace = []  # keeps what it compares by identity alive, so that no other object gets its id
     seen: set[int] = set()
-    left = [function]
-    while left:
-        thing = left.pop()
+    pending = [function]
+    while pending:
+        thing = pending.pop()
         if isinstance(thing, _BY_VALUE):
             found.append((False, (type(thing), thing)))
             continue
@@ -48,35 +48,35 @@ def trace(function: Any, is_constant: Callable[[Any], bool], pickled: Callable[[
             found.append((True, thing))
             continue
         seen.add(id(thing))
-        if isinstance(thing, type) and _travels_along(thing):
+        if isinstance(thing, type) and _is_pickled_by_value(thing):
             found.append((True, thing))
-            left += [*thing.__bases__, *_members(thing)]
+            pending += [*thing.__bases__, *_members(thing)]
         elif isinstance(thing, _BY_IDENTITY) or is_constant(thing):
             found.append((True, thing))
         elif isinstance(thing, property):
-            left += [thing.fget, thing.fset, thing.fdel]
+            pending += [thing.fget, thing.fset, thing.fdel]
         elif isinstance(thing, FunctionType):
             found.append((True, thing))
             found.append((True, thing.__code__))
-            left.extend(_parts(thing))
+            pending.extend(_parts(thing))
         elif isinstance(thing, MethodType):
-            left += [thing.__func__, thing.__self__]
+            pending += [thing.__func__, thing.__self__]
         elif isinstance(thing, functools.partial):
-            left += [thing.func, thing.args, *thing.keywords, *thing.keywords.values()]
+            pending += [thing.func, thing.args, *thing.keywords, *thing.keywords.values()]
         elif isinstance(thing, weakref.ref):  # TensorFlow binds its compiled methods this way
-            left.append(thing())
+            pending.append(thing())
         elif type(thing) is tuple:
             found.append((False, len(thing)))
-            left.extend(thing)
+            pending.extend(thing)
         elif isinstance(inner := _wrapped(thing), FunctionType):
             found.append((True, thing))
-            left.append(inner)
+            pending.append(inner)
         else:
             found.append((False, pickled(thing)))
     return found
 
 
-def same(one: Trace, other: Trace) -> bool:
+def traces_equal(one: Trace, other: Trace) -> bool:
     """Whether two traces contain the same objects."""
     return len(one) == len(other) and all(
         by_identity == again and (left is right if by_identity else left == right)
@@ -85,7 +85,7 @@ def same(one: Trace, other: Trace) -> bool:
 
 
 def _parts(function: FunctionType) -> Iterator[Any]:
-    if not _travels_along(function):
+    if not _is_pickled_by_value(function):
         return  # it is sent by name
     yield function.__defaults__
     yield from (function.__kwdefaults__ or {}).values()
@@ -99,7 +99,7 @@ def _parts(function: FunctionType) -> Iterator[Any]:
             yield function.__globals__[name]
 
 
-def _travels_along(thing: Any) -> bool:
+def _is_pickled_by_value(thing: Any) -> bool:
     """Whether cloudpickle sends the code of a function or class, instead of the name by which it is imported."""
     return thing.__module__ == "__main__" or "<locals>" in thing.__qualname__
 

@@ -17,7 +17,7 @@ from phalanx.config.environment_variables import SECRET
 from phalanx.coordinator import function_effects
 from phalanx.coordinator.accepted_workers import PURPOSE
 from phalanx.coordinator.coordinated_variables import ChiefVariables
-from phalanx.coordinator.coordinator_messages import MakeObject
+from phalanx.coordinator.coordinator_messages import CreateObject
 from phalanx.coordinator.dispatcher import Dispatcher
 from phalanx.coordinator.function_pickling import pack, unpack
 from phalanx.coordinator.function_server import FunctionServer
@@ -96,16 +96,16 @@ class ClusterCoordinator:
             fixed, worker.scope_registry, tensors, lambda: self._dispatcher.wait_for_worker()
         )
         self._variables = ChiefVariables(worker, self._references.owner)
-        self._account = function_effects.EffectAccumulator(worker.scope_registry)
-        # Protects `_account`, to which the dispatcher's threads add while they hold its lock. Acquired last.
-        self._account_lock = threading.Lock()
+        self._effects = function_effects.EffectAccumulator(worker.scope_registry)
+        # Protects `_effects`, to which the dispatcher's threads add while they hold its lock. Acquired last.
+        self._effects_lock = threading.Lock()
         calls = worker.calls if isinstance(worker.calls, MethodCalls) else None
         self._definitions = None if calls is None else calls.definitions
         if calls is not None:
             self._dispatcher = calls.dispatcher
-            self._dispatcher.on_answer = self._note_answer
+            self._dispatcher.on_answer = self._record_answer
         else:
-            self._dispatcher = Dispatcher(me, self._note_answer, worker.client.unreachable_tasks)
+            self._dispatcher = Dispatcher(me, self._record_answer, worker.client.unreachable_tasks)
             self._dispatcher.start()
             atexit.register(self._dispatcher.close)
         self._dispatcher.accept(PURPOSE)
@@ -141,19 +141,19 @@ class ClusterCoordinator:
         """
         if not callable(fn):
             raise ConfigurationError(f"schedule() got {fn!r} to call; pass a function, not its result.")
-        with _settling_after_failure(self._settle):
+        with _synchronizing_after_failure(self._synchronize):
             self._dispatcher.raise_failure()
         with self._lock:
             references = self._references
             name = getattr(fn, "__qualname__", type(fn).__name__)
             function, of_function = references.pack_function(fn, f"The function {name}")
-            with references.noting(keeps=False) as of_arguments:
+            with references.recording(stores_arrays=False) as of_arguments:
                 arguments = pack((tuple(args or ()), dict(kwargs or {})), references, f"An argument of {name}")
             needs = of_function.results | of_arguments.results
             for need in needs.values():
                 if need.is_finished:
                     need.finished()  # raises its error
-            self._drop_forgotten()
+            self._drop_released()
             self._prepare(of_function.names | of_arguments.names)
             result = RemoteValue(next(references.numbers), self._dispatcher.wait_for, self._decode)
             call = ScheduledCall(
@@ -161,11 +161,13 @@ class ClusterCoordinator:
                 function=function,
                 arguments=arguments,
                 needs=list(needs.values()),
-                keeps={number: partial(references.pack_kept, thing) for number, thing in of_function.kept.items()},
-                holds=[*of_function.own, *of_arguments.own],
+                stored_objects={
+                    number: partial(references.pack_stored, thing) for number, thing in of_function.stored.items()
+                },
+                kept_alive=[*of_function.per_worker, *of_arguments.per_worker],
                 result=result,
             )
-            with _settling_after_failure(self._settle):
+            with _synchronizing_after_failure(self._synchronize):
                 self._dispatcher.add(call)
             return result
 
@@ -176,16 +178,16 @@ class ClusterCoordinator:
         Raises: the same errors as `schedule`; PeerLostError or RendezvousError, naming the workers, if there is none
             for longer than PHALANX_TIMEOUT.
         """
-        with _settling_after_failure(self._settle):
+        with _synchronizing_after_failure(self._synchronize):
             self._dispatcher.join()
-        self._settle()
+        self._synchronize()
 
     def done(self) -> bool:
         """Whether all scheduled functions have finished. Raises the same errors as `join`."""
-        with _settling_after_failure(self._settle):
+        with _synchronizing_after_failure(self._synchronize):
             done = self._dispatcher.is_done()
         if done:
-            self._settle()
+            self._synchronize()
         return done
 
     def fetch(self, val: Any) -> Any:
@@ -203,7 +205,7 @@ class ClusterCoordinator:
         """
         with self._lock:
             dataset = PerWorkerDataset(self._references.number, self._iterate)
-            self._dispatcher.workers.broadcast(MakeObject(dataset.number), [self._pack_maker(dataset_fn)])
+            self._dispatcher.workers.broadcast(CreateObject(dataset.number), [self._pack_factory(dataset_fn)])
             return dataset
 
     def create_per_worker_values(self, fn: Callable[..., Any]) -> PerWorkerValues:
@@ -212,7 +214,7 @@ class ClusterCoordinator:
             raise ConfigurationError(f"create_per_worker_values() got {fn!r}; pass a function.")
         with self._lock:
             values = PerWorkerValues(self._references.number)
-            self._dispatcher.workers.broadcast(MakeObject(values.number), [self._pack_maker(fn)])
+            self._dispatcher.workers.broadcast(CreateObject(values.number), [self._pack_factory(fn)])
             return values
 
     # Internal.
@@ -222,21 +224,21 @@ class ClusterCoordinator:
 
         Raises: PeerLostError or RendezvousError; see `join`.
         """
-        with self._lock, self._dispatcher.paused() as some_wait:
-            self._take_changes(more_to_come=some_wait)
+        with self._lock, self._dispatcher.paused() as has_pending:
+            self._pull_changes(has_pending_functions=has_pending)
 
     def _prepare(self, used: set[ScopedName]) -> None:
         """Declare on the servers the variables that functions use."""
-        is_defined = self._definitions is None or self._definitions.knows(used)
+        is_defined = self._definitions is None or self._definitions.includes(used)
         if is_defined and self._variables.is_ready(used):
             return
         self._dispatcher.join()  # running functions must not see the variables change
-        self._take_changes()
-        begin = self._variables.begin(used)
-        self._define({*used, *(begin.names() if begin is not None else ())})
-        if begin is not None:
-            values = pack(self._variables.untrained(), self._references, "The state of layers")
-            self._dispatcher.workers.broadcast(begin, [values])
+        self._pull_changes()
+        declaration = self._variables.declare(used)
+        self._define({*used, *(declaration.names() if declaration is not None else ())})
+        if declaration is not None:
+            values = pack(self._variables.untrained_values(), self._references, "The state of layers")
+            self._dispatcher.workers.broadcast(declaration, [values])
 
     def _define(self, names: Collection[ScopedName]) -> None:
         """Define these on workers that run no program of their own."""
@@ -244,46 +246,46 @@ class ClusterCoordinator:
             self._definitions.require(names)
             self._definitions.announce(self._dispatcher)
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         with self._lock:
-            self._drop_forgotten()
-            self._take_changes()
+            self._drop_released()
+            self._pull_changes()
 
-    def _take_changes(self, *, more_to_come: bool = False) -> None:
+    def _pull_changes(self, *, has_pending_functions: bool = False) -> None:
         """Update the variables with what functions have changed on the servers, in layers and in metrics."""
-        with self._account_lock:
-            self._account.settle()
-        self._variables.pull(more_to_come=more_to_come)
+        with self._effects_lock:
+            self._effects.apply()
+        self._variables.pull(has_pending_functions=has_pending_functions)
 
     def _iterate(self, dataset: PerWorkerDataset) -> PerWorkerIterator:
         with self._lock:
             iterator = PerWorkerIterator(self._references.number, dataset)
-            self._dispatcher.workers.broadcast(MakeObject(iterator.number, iterator_of=dataset.number))
+            self._dispatcher.workers.broadcast(CreateObject(iterator.number, iterator_of=dataset.number))
             return iterator
 
-    def _pack_maker(self, maker: Any) -> bytes:
+    def _pack_factory(self, factory: Any) -> bytes:
         # TensorFlow's guides pass a `tf.function`, but what it creates is not a tensor.
-        maker = getattr(maker, "python_function", maker)
-        with self._references.noting(keeps=False) as noted:
-            pickle = pack(maker, self._references, "What makes the workers' own values")
-        if noted.results or noted.own:
+        factory = getattr(factory, "python_function", factory)
+        with self._references.recording(stores_arrays=False) as recorded:
+            pickle = pack(factory, self._references, "What makes the workers' own values")
+        if recorded.results or recorded.per_worker:
             raise UnsupportedError(
                 "The function that creates per-worker values refers to results of functions or to other per-worker "
                 "values. Pass those to schedule() as separate arguments."
             )
-        self._define(noted.names)
+        self._define(recorded.names)
         return pickle
 
-    def _drop_forgotten(self) -> None:
-        forgotten = self._references.forgotten
-        while forgotten:
-            self._dispatcher.workers.forget(forgotten.popleft())
+    def _drop_released(self) -> None:
+        released = self._references.released_numbers
+        while released:
+            self._dispatcher.workers.drop(released.popleft())
 
-    def _note_answer(self, changes: memoryview, global_step: int) -> None:
+    def _record_answer(self, changes: memoryview, global_step: int) -> None:
         """Record what a function has changed; called in a dispatcher thread."""
-        with self._account_lock:
+        with self._effects_lock:
             if changes:
-                self._account.add(unpack(changes, self._references.load_on_host))
+                self._effects.add(unpack(changes, self._references.load_on_host))
             self._worker.global_step = max(self._worker.global_step, global_step)
 
     def _decode(self, pickle: memoryview, as_tensors: bool) -> Any:
@@ -337,13 +339,13 @@ def _check(strategy: Any) -> ParameterServerWorker:
 
 
 @contextlib.contextmanager
-def _settling_after_failure(settle: Callable[[], None]) -> Iterator[None]:
+def _synchronizing_after_failure(synchronize: Callable[[], None]) -> Iterator[None]:
     """When the error of a function is raised, no function is running any more, so the program's changes count from now
-    on. Without servers or workers there is nothing to settle."""
+    on. Without servers or workers there is nothing to synchronize."""
     try:
         yield
     except (PeerLostError, RendezvousError):
         raise
     except Exception:
-        settle()
+        synchronize()
         raise

@@ -10,8 +10,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from phalanx.coordinator.coordinator_messages import Begin, VariableName
-from phalanx.coordinator.function_effects import Place, untrained
+from phalanx.coordinator.coordinator_messages import DeclareVariables, VariableName
+from phalanx.coordinator.function_effects import VariableKey, untrained_values
 from phalanx.coordinator.function_pickling import References
 from phalanx.engines.tensors import Tensors
 from phalanx.errors import DisagreementError, PhalanxError, UnsupportedError
@@ -62,7 +62,7 @@ class ChiefVariables:
         # once functions may have made them stale.
         self._pulled: list[int] | None = None
 
-    def begin(self, used: Collection[ScopedName]) -> Begin | None:
+    def declare(self, used: Collection[ScopedName]) -> DeclareVariables | None:
         """Put the variables that functions need on the servers. Returns the message for workers; None without
         variables.
 
@@ -86,7 +86,7 @@ class ChiefVariables:
         self._remote_variables = _remote_variables(self._worker, self._merge, found, variables)
         self._remote_variables.begin(self._fit)
         self._pulled = None
-        return Begin(self._fit, optimizer, tuple(map(self._owner, variables)))
+        return DeclareVariables(self._fit, optimizer, tuple(map(self._owner, variables)))
 
     def is_ready(self, used: Collection[ScopedName]) -> bool:
         """Whether the servers have what the next function needs; if so, sends them the learning rate."""
@@ -102,31 +102,31 @@ class ChiefVariables:
         self._remote_variables.send_learning_rate()
         return True
 
-    def pull(self, *, more_to_come: bool = False) -> None:
+    def pull(self, *, has_pending_functions: bool = False) -> None:
         """Copy the servers' newest values into the model and the optimizer.
 
         Args:
-            more_to_come: Whether functions that are already scheduled will change them.
+            has_pending_functions: Whether functions that are already scheduled will change them.
         """
         if self._remote_variables is None or self._pulled is not None or self._fit != self._worker.last_fit:
             return
-        if more_to_come:
+        if has_pending_functions:
             self._remote_variables.send_learning_rate()  # so that pulling does not overwrite a rate that was just set
         self._remote_variables.assign(self._merge.pull())
         if self._optimizer is not None:
             self._remote_variables.pull_optimizer()
-        self._pulled = None if more_to_come else self._checksums()
+        self._pulled = None if has_pending_functions else self._checksums()
 
-    def untrained(self) -> dict[Place, Array]:
+    def untrained_values(self) -> dict[VariableKey, Array]:
         """The state of layers that servers do not train."""
-        return untrained(
+        return untrained_values(
             self._worker.scope_registry, () if self._remote_variables is None else self._remote_variables.variables
         )
 
     def _checksums(self) -> list[int]:
         assert self._remote_variables is not None
         values = [to_host(v) for v in (*self._remote_variables.variables, *self._remote_variables.optimizer.variables)]
-        values += self.untrained().values()
+        values += self.untrained_values().values()
         return [checksum(value) for value in values]
 
     def _choose(self, used: Collection[ScopedName]) -> ScopedName | None:
@@ -183,39 +183,42 @@ class WorkerVariables:
 
         redirect_apply(optimizer, redirected)
 
-    def begin(self, begin: Begin) -> None:
+    def attach(self, declaration: DeclareVariables) -> None:
         """Compare the variables that the coordinator has declared, and take part. If it has declared others since, that
         message comes next, and no function runs before it."""
         optimizer = None
-        if begin.optimizer is not None:
-            optimizer = self._worker.scope_registry.find(begin.optimizer)
+        if declaration.optimizer is not None:
+            optimizer = self._worker.scope_registry.find(declaration.optimizer)
             if optimizer is None:
                 raise DisagreementError(
-                    f"The coordinator trains with the optimizer {begin.optimizer}, which this task's program has not "
-                    f"created. Every task must run the same program."
+                    f"The coordinator trains with the optimizer {declaration.optimizer}, which this task's program has "
+                    f"not created. Every task must run the same program."
                 )
-        self._remote_variables = _remote_variables(self._worker, self._merge, optimizer, self._find(begin, optimizer))
+        variables = self._find(declaration, optimizer)
+        self._remote_variables = _remote_variables(self._worker, self._merge, optimizer, variables)
         self._numbers = {id(v): number for number, v in enumerate(self._remote_variables.variables)}
-        if self._remote_variables.begin(begin.fit) is None:
+        if self._remote_variables.begin(declaration.fit) is None:
             self._remote_variables = None
         elif optimizer is not None:
             self._redirect(optimizer, self._apply)
 
-    def _find(self, begin: Begin, optimizer: Any) -> list[Any]:
+    def _find(self, declaration: DeclareVariables, optimizer: Any) -> list[Any]:
         """This task's counterparts of the variables that the chief has declared."""
         if self._references is None:
             return _variables(self._worker.scope_registry, optimizer)
-        if None in begin.variables:
+        if None in declaration.variables:
             raise UnsupportedError(
                 "The optimizer was built with variables that belong to no layer. Workers that run no program of their "
                 "own get what is made in strategy.scope(): make each variable with add_weight() of a layer."
             )
-        return [self._references.load(("variable", *name[0], name[1])) for name in begin.variables if name is not None]
+        return [
+            self._references.load(("variable", *name[0], name[1])) for name in declaration.variables if name is not None
+        ]
 
     def pull(self) -> None:
         """Assign the newest values; called before a function."""
         if self._remote_variables is not None:
-            with self._noting_failure():
+            with self._recording_failure():
                 values = self._merge.pull()
             # Even if they have not changed since the last function, which may have assigned others.
             self._remote_variables.assign(values)
@@ -223,7 +226,7 @@ class WorkerVariables:
     def finish(self) -> None:
         """Wait until the gradients that a function has sent are applied; called after it."""
         if self._remote_variables is not None:
-            with self._noting_failure():
+            with self._recording_failure():
                 self._merge.flush()
 
     def _apply(self, gradients: Any, variables: Any) -> None:
@@ -263,11 +266,11 @@ class WorkerVariables:
         return ordered
 
     def _update(self, gradients: list[Array]) -> list[Array]:
-        with self._noting_failure():
+        with self._recording_failure():
             return self._merge.update(gradients)
 
     @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
+    def _recording_failure(self) -> Iterator[None]:
         try:
             yield
         except PhalanxError as error:

@@ -16,7 +16,7 @@ VariableName = tuple[ScopedName, int]
 # From the coordinator, to workers that run no program of their own.
 
 
-class Serve(msgspec.Struct, frozen=True, tag="serve"):
+class JoinJob(msgspec.Struct, frozen=True, tag="join"):
     """How to take part in the job. Buffer: `WorkerSettings`."""
 
 
@@ -49,7 +49,7 @@ class CallMethod(msgspec.Struct, frozen=True, tag="method"):
 # From the coordinator, to all workers.
 
 
-class Begin(msgspec.Struct, frozen=True, tag="begin"):
+class DeclareVariables(msgspec.Struct, frozen=True, tag="declare"):
     """The servers now have variables, declared as those of this `fit`. Buffer: the layers' other state.
 
     Attributes:
@@ -67,13 +67,13 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
         return owners if self.optimizer is None else [*owners, self.optimizer]
 
 
-class KeepObject(msgspec.Struct, frozen=True, tag="keep"):
-    """Keep a large value that functions refer to by this number. Buffer: the value."""
+class StoreObject(msgspec.Struct, frozen=True, tag="store"):
+    """Store a large value that functions refer to by this number. Buffer: the value."""
 
     number: int
 
 
-class MakeObject(msgspec.Struct, frozen=True, tag="make"):
+class CreateObject(msgspec.Struct, frozen=True, tag="create"):
     """Create this worker's value of this number. Buffer: the function that creates it.
 
     Attributes:
@@ -84,8 +84,8 @@ class MakeObject(msgspec.Struct, frozen=True, tag="make"):
     iterator_of: int | None = None
 
 
-class ForgetObject(msgspec.Struct, frozen=True, tag="forget"):
-    """Drop the object that was kept or created under this number."""
+class DropObject(msgspec.Struct, frozen=True, tag="drop"):
+    """Drop the object that was stored or created under this number."""
 
     number: int
 
@@ -132,11 +132,11 @@ class FunctionRaised(msgspec.Struct, frozen=True, tag="raised"):
     """A function has raised an error. Buffer: the error (`phalanx.runtime.function_call`).
 
     Attributes:
-        missed: Server that this worker has lost, or that did not answer it, and that is the reason why it ends.
+        lost_server: Server that this worker has lost, or that did not answer it, and that is the reason why it ends.
     """
 
     call: int
-    missed: str = ""
+    lost_server: str = ""
 
 
 class WorkerFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -147,8 +147,19 @@ class Pong(msgspec.Struct, frozen=True, tag="pong"):
     """The answer to `Ping`."""
 
 
-Order = Serve | Define | CallMethod | Begin | KeepObject | MakeObject | ForgetObject | CallFunction | Ping | StopWorker
+Order = (
+    JoinJob
+    | Define
+    | CallMethod
+    | DeclareVariables
+    | StoreObject
+    | CreateObject
+    | DropObject
+    | CallFunction
+    | Ping
+    | StopWorker
+)
 Answer = FunctionReturned | FunctionRaised | WorkerFailed | Pong
 
-FUNCTIONS_KEPT = 256
+MAX_FUNCTIONS = 256
 """Number of functions that a worker keeps unpickled, the most recently used. Both ends count in the same way."""

@@ -52,7 +52,7 @@ class Dispatcher:
         self._changed = threading.Condition()  # protects all attributes below
         self.workers = AcceptedWorkers(me, self._changed, self, silent)
         self._calls = ScheduledCalls()
-        self._alone_since = time.monotonic()  # when the last worker left; stale while one is connected
+        self._no_workers_since = time.monotonic()  # when the last worker left; stale while one is connected
         self._has_had_workers = False
         self._paused = False  # no function is assigned
 
@@ -62,7 +62,7 @@ class Dispatcher:
 
     def accept(self, purpose: str) -> None:
         """Accept workers that connect for this purpose."""
-        self._alone_since = time.monotonic()
+        self._no_workers_since = time.monotonic()
         self.workers.accept(purpose)
 
     # Called by the program's thread.
@@ -79,7 +79,7 @@ class Dispatcher:
         with self._changed:
             self.raise_failure()
             if self._calls.assignment.unfinished and not self.workers:
-                self._fail_if_alone_too_long()
+                self._fail_without_workers()
                 self.raise_failure()
             return not self._calls.assignment.unfinished
 
@@ -123,7 +123,7 @@ class Dispatcher:
         with self._changed:
             self._wait(lambda: bool(self.workers) or self._calls.has_failed)
             self._calls.raise_failure()
-            return self.workers.has_programless_workers
+            return self.workers.has_worker_servers
 
     def close(self) -> None:
         """Stop all workers and close the port. Safe to call twice."""
@@ -134,34 +134,34 @@ class Dispatcher:
         # A connected worker may compute for any length of time: its link reports when it is lost.
         while not condition():
             if not self.workers:
-                self._fail_if_alone_too_long()
+                self._fail_without_workers()
             self._changed.wait(POLL_S)
 
-    def _fail_if_alone_too_long(self) -> None:
+    def _fail_without_workers(self) -> None:
         config = self._me.config
         limit_s = config.timeout_s if self._has_had_workers else max(config.rendezvous_timeout_s, config.timeout_s)
-        if time.monotonic() - self._alone_since >= limit_s:
+        if time.monotonic() - self._no_workers_since >= limit_s:
             # Raised by each result that a caller waits for, and by `join`.
             names = self.workers.names.values()
             self._calls.fail_all(_no_worker_error(names, limit_s, were_here=self._has_had_workers))
             self._changed.notify_all()
 
-    # Events of workers. `entered`, `left` and `feed` are called with the lock held.
+    # Events of workers. `worker_joined`, `worker_lost` and `assign_next` are called with the lock held.
 
-    def entered(self, worker: WorkerConnection) -> None:
+    def worker_joined(self, worker: WorkerConnection) -> None:
         """Record that a worker has connected."""
         self._has_had_workers = True
-        self._calls.give_up(self._calls.assignment.enter(worker.number, worker.incarnation), worker.name)
+        self._calls.give_up(self._calls.assignment.add_worker(worker.number, worker.incarnation), worker.name)
 
-    def left(self, worker: WorkerConnection) -> None:
+    def worker_lost(self, worker: WorkerConnection) -> None:
         """Record that a worker is lost."""
         if not self.workers:
-            self._alone_since = time.monotonic()
-        self._calls.give_up(self._calls.assignment.leave(worker.number, worker.incarnation), worker.name)
+            self._no_workers_since = time.monotonic()
+        self._calls.give_up(self._calls.assignment.remove_worker(worker.number, worker.incarnation), worker.name)
 
-    def feed(self, worker: WorkerConnection) -> bool:
+    def assign_next(self, worker: WorkerConnection) -> bool:
         """Put the next function, if there is one, into the outbox of a worker that has nothing else to do."""
-        number = None if self._paused else self._calls.assignment.next_for(worker.number, worker.incarnation)
+        number = None if self._paused else self._calls.assignment.assign_next(worker.number, worker.incarnation)
         if number is None:
             return False
         try:
@@ -174,7 +174,7 @@ class Dispatcher:
             self._changed.notify_all()
         return True
 
-    def answered(self, worker: WorkerConnection, answer: Answer, buffers: list[memoryview]) -> None:
+    def handle_answer(self, worker: WorkerConnection, answer: Answer, buffers: list[memoryview]) -> None:
         """Handle the answer of a worker."""
         if isinstance(answer, Pong):
             return
@@ -183,8 +183,8 @@ class Dispatcher:
             return
         # The fault is in the worker or its network: the call does not fail, but runs on another worker. If the server
         # does not answer here either, it is lost, and the call fails with the worker's error.
-        if isinstance(answer, FunctionRaised) and answer.missed and _is_reachable(self._me, answer.missed):
-            self.workers.lose(worker, f"it does not reach {answer.missed}, which answers here.")
+        if isinstance(answer, FunctionRaised) and answer.lost_server and _is_reachable(self._me, answer.lost_server):
+            self.workers.lose(worker, f"it does not reach {answer.lost_server}, which answers here.")
             return
         raised = _error_of(worker.name, buffers[0]) if isinstance(answer, FunctionRaised) else None
         with self._changed:

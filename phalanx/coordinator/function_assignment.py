@@ -19,7 +19,7 @@ from itertools import islice
 Worker = int
 FunctionId = int
 
-PIPELINE = 2
+MAX_FUNCTIONS_PER_WORKER = 2
 """Number of functions that a worker has at a time: one running and one queued there, so that the worker never idles."""
 MAX_LOST_WORKERS = 5
 """Number of lost workers after which the function that they ran is assumed to be the cause."""
@@ -39,7 +39,7 @@ class _Function:
 
 
 @dataclass
-class _Presence:
+class _ConnectedWorker:
     """A connected worker.
 
     Attributes:
@@ -57,7 +57,7 @@ class FunctionAssignment:
     def __init__(self) -> None:
         self._unfinished: dict[FunctionId, _Function] = {}
         self._waiting: list[FunctionId] = []  # functions that no worker has, in the order in which they are to run
-        self._workers: dict[Worker, _Presence] = {}
+        self._workers: dict[Worker, _ConnectedWorker] = {}
         self.failing = False  # a function has failed, and the others are being cancelled or awaited
 
     # Actions of the program.
@@ -86,63 +86,63 @@ class FunctionAssignment:
     # Events of workers.
 
     @property
-    def present(self) -> frozenset[Worker]:
+    def workers(self) -> frozenset[Worker]:
         return frozenset(self._workers)
 
-    def enter(self, worker: Worker, incarnation: str) -> list[FunctionId]:
-        """Add a connected worker. If it replaces a previous connection, returns the result of `leave` for that one."""
+    def add_worker(self, worker: Worker, incarnation: str) -> list[FunctionId]:
+        """Add a connected worker. If it replaces a connection, returns what `remove_worker` returns for that one."""
         former = self._workers.get(worker)
-        over = self.leave(worker, former.incarnation) if former is not None else []
-        self._workers[worker] = _Presence(incarnation)
+        over = self.remove_worker(worker, former.incarnation) if former is not None else []
+        self._workers[worker] = _ConnectedWorker(incarnation)
         return over
 
-    def leave(self, worker: Worker, incarnation: str) -> list[FunctionId]:
+    def remove_worker(self, worker: Worker, incarnation: str) -> list[FunctionId]:
         """Remove a lost worker: its functions run elsewhere, before the waiting ones.
 
         Returns: the functions that do not run again: after a failure all, else those that have cost too many workers.
         """
-        presence = self._workers.get(worker)
-        if presence is None or presence.incarnation != incarnation:
+        connected = self._workers.get(worker)
+        if connected is None or connected.incarnation != incarnation:
             return []
         del self._workers[worker]
-        if presence.sent:
+        if connected.sent:
             # Workers run their functions in order, so only the first can have cost this one.
-            self._unfinished[presence.sent[0]].losses += 1
-        given_up = [f for f in presence.sent if self.failing or self._unfinished[f].losses >= MAX_LOST_WORKERS]
-        self._waiting[:0] = [function for function in presence.sent if function not in given_up]
+            self._unfinished[connected.sent[0]].losses += 1
+        given_up = [f for f in connected.sent if self.failing or self._unfinished[f].losses >= MAX_LOST_WORKERS]
+        self._waiting[:0] = [function for function in connected.sent if function not in given_up]
         self._waiting.sort()  # by number: the order in which the program scheduled them
         for function in given_up:
             del self._unfinished[function]
         return given_up
 
-    def next_for(self, worker: Worker, incarnation: str) -> FunctionId | None:
+    def assign_next(self, worker: Worker, incarnation: str) -> FunctionId | None:
         """The function to send to a worker now, which it then has; None if there is none, or it has enough."""
-        presence = self._workers.get(worker)
-        if presence is None or presence.incarnation != incarnation or len(presence.sent) >= PIPELINE:
+        connected = self._workers.get(worker)
+        if connected is None or connected.incarnation != incarnation or len(connected.sent) >= MAX_FUNCTIONS_PER_WORKER:
             return None
         # Functions that it could only queue are left to idle workers.
-        idle = sum(not other.sent for other in self._workers.values()) if presence.sent else 0
+        idle = sum(not other.sent for other in self._workers.values()) if connected.sent else 0
         # A function waits for its arguments here, not at a worker, where it would block those behind it.
         can_run = (f for f in self._waiting if self._unfinished.keys().isdisjoint(self._unfinished[f].needs))
         ready = list(islice(can_run, idle + 1))
         if len(ready) <= idle:
             return None
         self._waiting.remove(ready[0])
-        presence.sent.append(ready[0])
+        connected.sent.append(ready[0])
         return ready[0]
 
     def finish(self, worker: Worker, incarnation: str, function: FunctionId) -> bool:
         """Record a worker's answer. Returns whether it counts."""
-        presence = self._workers.get(worker)
-        if presence is None or presence.incarnation != incarnation or function not in presence.sent:
+        connected = self._workers.get(worker)
+        if connected is None or connected.incarnation != incarnation or function not in connected.sent:
             return False
-        presence.sent.remove(function)
+        connected.sent.remove(function)
         del self._unfinished[function]
         return True
 
     def fail(self) -> list[FunctionId]:
         """Record that a function has failed. Returns the waiting functions, which are now cancelled."""
-        self.failing = True  # so that `leave` gives up a lost worker's functions instead of running them again
+        self.failing = True  # so that `remove_worker` gives up a lost worker's functions instead of running them again
         cancelled, self._waiting = self._waiting, []
         for function in cancelled:
             del self._unfinished[function]

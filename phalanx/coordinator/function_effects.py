@@ -20,7 +20,7 @@ from phalanx.training.scope_registry import ScopedName, ScopeRegistry
 logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
-Place = tuple[ScopedName, int]
+VariableKey = tuple[ScopedName, int]
 """An object created in scope, and the index of one of its variables."""
 
 
@@ -28,16 +28,16 @@ class FunctionEffects(NamedTuple):
     """Changes made by one function.
 
     Attributes:
-        counted: Increments to add to metrics.
-        replaced: New values, of layers and of metrics that are not sums.
+        increments: Increments to add to metrics.
+        new_values: New values, of layers and of metrics that are not sums.
     """
 
-    counted: dict[Place, Array]
-    replaced: dict[Place, Array]
+    increments: dict[VariableKey, Array]
+    new_values: dict[VariableKey, Array]
 
 
-def _metric_variables(scope_registry: ScopeRegistry) -> Iterator[tuple[Place, Any, Any]]:
-    """Each variable of the metrics once, although a metric may contain others: its place, itself, its metric."""
+def _metric_variables(scope_registry: ScopeRegistry) -> Iterator[tuple[VariableKey, Any, Any]]:
+    """Each variable of the metrics once, although a metric may contain others: its key, itself, its metric."""
     seen: set[int] = set()
     for name, metric in scope_registry.metrics():
         for index, variable in enumerate(metric.variables):
@@ -46,7 +46,7 @@ def _metric_variables(scope_registry: ScopeRegistry) -> Iterator[tuple[Place, An
                 yield (name, index), variable, metric
 
 
-def _layer_variables(scope_registry: ScopeRegistry) -> dict[Place, Any]:
+def _layer_variables(scope_registry: ScopeRegistry) -> dict[VariableKey, Any]:
     """The untrained state of layers, except that of random generators, which is separate on each worker."""
     return {
         (name, index): variable
@@ -56,7 +56,7 @@ def _layer_variables(scope_registry: ScopeRegistry) -> dict[Place, Any]:
     }
 
 
-def _weights(scope_registry: ScopeRegistry) -> dict[Place, Any]:
+def _weights(scope_registry: ScopeRegistry) -> dict[VariableKey, Any]:
     """The weights of layers, frozen or not."""
     return {
         (name, -1 - index): variable
@@ -65,12 +65,12 @@ def _weights(scope_registry: ScopeRegistry) -> dict[Place, Any]:
     }
 
 
-def layer_state(scope_registry: ScopeRegistry) -> dict[Place, Array]:
+def layer_state(scope_registry: ScopeRegistry) -> dict[VariableKey, Array]:
     """The current values of the layers' state."""
     return _values(_layer_variables(scope_registry))
 
 
-def untrained(scope_registry: ScopeRegistry, trained: Iterable[Any]) -> dict[Place, Array]:
+def untrained_values(scope_registry: ScopeRegistry, trained: Iterable[Any]) -> dict[VariableKey, Array]:
     """The current values of layers that servers do not train: frozen weights, and those of models that the optimizer
     was not built with. Only the coordinator's program changes them.
 
@@ -78,19 +78,19 @@ def untrained(scope_registry: ScopeRegistry, trained: Iterable[Any]) -> dict[Pla
         trained: Variables that servers train.
     """
     on_servers = {id(variable) for variable in trained}
-    kept = {place: weight for place, weight in _weights(scope_registry).items() if id(weight) not in on_servers}
+    kept = {key: weight for key, weight in _weights(scope_registry).items() if id(weight) not in on_servers}
     return _values(kept | _layer_variables(scope_registry))
 
 
-def set_untrained(scope_registry: ScopeRegistry, values: Mapping[Place, Array]) -> None:
+def set_untrained_values(scope_registry: ScopeRegistry, values: Mapping[VariableKey, Array]) -> None:
     """Set the layers' values to those from another task."""
-    for place, variable in (_weights(scope_registry) | _layer_variables(scope_registry)).items():
-        if place in values:
-            variable.assign(values[place])
+    for key, variable in (_weights(scope_registry) | _layer_variables(scope_registry)).items():
+        if key in values:
+            variable.assign(values[key])
 
 
-def _values(variables: Mapping[Place, Any]) -> dict[Place, Array]:
-    return {place: host_copy(variable) for place, variable in variables.items()}
+def _values(variables: Mapping[VariableKey, Any]) -> dict[VariableKey, Array]:
+    return {key: host_copy(variable) for key, variable in variables.items()}
 
 
 class EffectRecorder:
@@ -98,9 +98,9 @@ class EffectRecorder:
 
     def __init__(self, scope_registry: ScopeRegistry) -> None:
         self._scope_registry = scope_registry
-        self._initial: dict[Place, Array] = {}  # variables of each metric after `reset_state`
+        self._initial: dict[VariableKey, Array] = {}  # variables of each metric after `reset_state`
         self._touched: dict[int, Any] = {}  # metrics that the last function changed, by id: only these are reset
-        self._state: dict[Place, Array] = {}  # of layers, when the function began
+        self._state: dict[VariableKey, Array] = {}  # of layers, when the function began
         self._collected = True
 
     def start(self) -> None:
@@ -111,30 +111,30 @@ class EffectRecorder:
             metric.reset_state()
         self._touched.clear()
         self._collected = False
-        for place, variable, metric in _metric_variables(self._scope_registry):
-            if place not in self._initial:
+        for key, variable, metric in _metric_variables(self._scope_registry):
+            if key not in self._initial:
                 metric.reset_state()
-                self._initial[place] = host_copy(variable)
+                self._initial[key] = host_copy(variable)
         self._state = layer_state(self._scope_registry)
 
     def collect(self) -> FunctionEffects:
         """The function's changes."""
         self._collected = True
         changes = FunctionEffects({}, {})
-        for place, variable, metric in _metric_variables(self._scope_registry):
-            value, initial = to_host(variable), self._initial.get(place)
+        for key, variable, metric in _metric_variables(self._scope_registry):
+            value, initial = to_host(variable), self._initial.get(key)
             if initial is None:  # the function has built the metric
-                initial = self._initial[place] = np.zeros_like(value)
+                initial = self._initial[key] = np.zeros_like(value)
             if np.array_equal(value, initial):
                 continue
             self._touched[id(metric)] = metric
             if declared_rule(variable).is_additive:
-                changes.counted[place] = value - initial
+                changes.increments[key] = value - initial
             else:
-                changes.replaced[place] = np.array(value)
-        for place, value in layer_state(self._scope_registry).items():
-            if not np.array_equal(value, self._state.get(place, ())):
-                changes.replaced[place] = value
+                changes.new_values[key] = np.array(value)
+        for key, value in layer_state(self._scope_registry).items():
+            if not np.array_equal(value, self._state.get(key, ())):
+                changes.new_values[key] = value
         return changes
 
 
@@ -147,26 +147,26 @@ class EffectAccumulator:
         self._unknown: set[ScopedName] = set()  # metrics that a warning has named
 
     def add(self, changes: FunctionEffects) -> None:
-        for place, counted in changes.counted.items():
-            before = self._sum.counted.get(place)
-            self._sum.counted[place] = counted if before is None else before + counted
-        self._sum.replaced.update(changes.replaced)
+        for key, increment in changes.increments.items():
+            before = self._sum.increments.get(key)
+            self._sum.increments[key] = increment if before is None else before + increment
+        self._sum.new_values.update(changes.new_values)
 
-    def settle(self) -> None:
+    def apply(self) -> None:
         """Put the changes into the variables of this task."""
-        (counted, replaced), self._sum = self._sum, FunctionEffects({}, {})
-        variables = {place: variable for place, variable, _ in _metric_variables(self._scope_registry)}
-        for place, increment in counted.items():
-            if place in variables:
-                variables[place].assign(to_host(variables[place]) + increment)
-            elif place[0] not in self._unknown:
-                self._unknown.add(place[0])
+        (increments, new_values), self._sum = self._sum, FunctionEffects({}, {})
+        variables = {key: variable for key, variable, _ in _metric_variables(self._scope_registry)}
+        for key, increment in increments.items():
+            if key in variables:
+                variables[key].assign(to_host(variables[key]) + increment)
+            elif key[0] not in self._unknown:
+                self._unknown.add(key[0])
                 logger.warning(
                     "What workers counted in metric %s is ignored: the chief's metric has no such variable. Build it "
                     "before.",
-                    place[0],
+                    key[0],
                 )
         variables |= _layer_variables(self._scope_registry)
-        for place, value in replaced.items():
-            if place in variables:
-                variables[place].assign(value)
+        for key, value in new_values.items():
+            if key in variables:
+                variables[key].assign(value)

@@ -55,7 +55,7 @@ class References:
             if thing is fixed:
                 return "fixed", role
         if isinstance(thing, KINDS):
-            return "made", *self._name(thing)
+            return "scoped", *self._name(thing)
         if isinstance(thing, keras.Variable):
             name, index = self._owner(thing)
             return "variable", *name, index
@@ -81,8 +81,8 @@ class References:
         name = ScopedName(*rest[:2])
         found = self._scope_registry.find(name)
         if found is None:
-            raise _not_made(f"{name}")
-        if kind == "made":
+            raise _not_created_error(f"{name}")
+        if kind == "scoped":
             return found
         variables = found.variables
         if rest[2] >= len(variables):
@@ -99,7 +99,7 @@ class References:
     def _name(self, thing: Any) -> ScopedName:
         name = self._scope_registry.name_of(thing)
         if name is None or self._scope_registry.find(name) is not thing:
-            raise _not_made(f"The {type(thing).__name__} {getattr(thing, 'name', '')!r}")
+            raise _not_created_error(f"The {type(thing).__name__} {getattr(thing, 'name', '')!r}")
         return name
 
     def owner(self, variable: Any) -> tuple[ScopedName, int] | None:
@@ -114,11 +114,11 @@ class References:
 
     def _owner(self, variable: Any) -> tuple[ScopedName, int]:
         if (found := self.owner(variable)) is None:
-            raise _not_made(f"What the variable {variable.path!r} belongs to")
+            raise _not_created_error(f"What the variable {variable.path!r} belongs to")
         return found
 
 
-def _not_made(what: str) -> UnsupportedError:
+def _not_created_error(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"{what} was not created in strategy.scope() before the ClusterCoordinator, so not every task has it. Create "
         f"layers, models, optimizers and metrics there, on all tasks alike."

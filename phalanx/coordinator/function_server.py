@@ -12,15 +12,15 @@ from phalanx.coordinator.accepted_workers import PURPOSE
 from phalanx.coordinator.chief_session import ChiefSession, Reply
 from phalanx.coordinator.coordinated_variables import WorkerVariables
 from phalanx.coordinator.coordinator_messages import (
-    FUNCTIONS_KEPT,
-    Begin,
+    MAX_FUNCTIONS,
     CallFunction,
-    ForgetObject,
+    CreateObject,
+    DeclareVariables,
+    DropObject,
     FunctionRaised,
     FunctionReturned,
-    KeepObject,
-    MakeObject,
     Order,
+    StoreObject,
 )
 from phalanx.coordinator.current_worker import set_index
 from phalanx.coordinator.function_pickling import References, pack, unpack
@@ -41,36 +41,36 @@ class WorkerReferences(References):
     """Resolves references on a worker.
 
     Attributes:
-        not_made: Errors by the name of an object that the chief has created and this worker could not.
-        kept: Large arrays, by number.
-        own: Per-worker values of this worker, by number.
+        creation_errors: Errors by the name of an object that the chief has created and this worker could not.
+        stored: Large arrays, by number.
+        per_worker: Per-worker values of this worker, by number.
         results: Results of other functions, for the running function.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.not_made: dict[ScopedName, Exception] = {}
-        self.kept: dict[int, Any] = {}
-        self.own: dict[int, Any] = {}
+        self.creation_errors: dict[ScopedName, Exception] = {}
+        self.stored: dict[int, Any] = {}
+        self.per_worker: dict[int, Any] = {}
         self.results: dict[int, memoryview] = {}
 
     def load(self, reference: tuple[Any, ...]) -> Any:
         kind, *rest = reference
         if kind == "result":
             return unpack(self.results[rest[0]], self.load)
-        if kind == "kept":
-            return self.kept[rest[0]]
-        if kind == "own":
-            value = self.own[rest[0]]
-            if isinstance(value, _NotMade):
+        if kind == "stored":
+            return self.stored[rest[0]]
+        if kind == "per_worker":
+            value = self.per_worker[rest[0]]
+            if isinstance(value, _FailedObject):
                 raise value.error
             return value
-        if kind in ("made", "variable") and (error := self.not_made.get(ScopedName(*rest[:2]))) is not None:
+        if kind in ("scoped", "variable") and (error := self.creation_errors.get(ScopedName(*rest[:2]))) is not None:
             raise error
         return super().load(reference)
 
 
-class _NotMade:
+class _FailedObject:
     """Placeholder for a per-worker value that could not be created."""
 
     def __init__(self, error: Exception) -> None:
@@ -99,14 +99,14 @@ class FunctionServer:
             {"strategy": strategy, "coordinator": coordinator}, worker.scope_registry, tensors
         )
         self.variables = WorkerVariables(worker, tensors, None if has_program else self.references)
-        self._tally = function_effects.EffectRecorder(worker.scope_registry)
+        self._effects = function_effects.EffectRecorder(worker.scope_registry)
         self._functions: OrderedDict[bytes, Callable[..., Any]] = OrderedDict()  # by digest, last used at the end
         self.is_calling = False  # also read by the thread of `ChiefSession`
 
     def run(self) -> None:
         """Serve until the coordinator has finished. Raises: see `ChiefSession.run`."""
         self._worker.in_function = True
-        draw_own_seeds((layer for _, layer in self._worker.scope_registry.layers()), self._worker.number)
+        draw_worker_seeds((layer for _, layer in self._worker.scope_registry.layers()), self._worker.number)
         draw_own_numbers(random_state(), self._worker.number)
         # Until here, the program's generators have the chief's state on all tasks.
         program_random_state.seed([hash_of(self._worker.number, each) for each in program_random_state.digests()])
@@ -116,36 +116,36 @@ class FunctionServer:
 
     def begin(self) -> None:
         """Forget what an earlier link has brought."""
-        self.references.own.clear()
-        self.references.kept.clear()
+        self.references.per_worker.clear()
+        self.references.stored.clear()
         self._functions.clear()
 
     def handle(self, order: Order, buffers: list[memoryview]) -> Reply | None:
         """Execute an order. Returns the reply, if one is expected."""
         references = self.references
         match order:
-            case Begin():
-                self.variables.begin(order)
-                function_effects.set_untrained(self._worker.scope_registry, unpack(buffers[0], references.load))
-            case KeepObject(number):
-                references.kept[number] = unpack(buffers[0], references.load)
-            case MakeObject():
-                references.own[order.number] = self._make(order, buffers)
-            case ForgetObject(number):
-                references.kept.pop(number, None)
-                references.own.pop(number, None)
+            case DeclareVariables():
+                self.variables.attach(order)
+                function_effects.set_untrained_values(self._worker.scope_registry, unpack(buffers[0], references.load))
+            case StoreObject(number):
+                references.stored[number] = unpack(buffers[0], references.load)
+            case CreateObject():
+                references.per_worker[order.number] = self._create(order, buffers)
+            case DropObject(number):
+                references.stored.pop(number, None)
+                references.per_worker.pop(number, None)
             case CallFunction():
                 return self._call(order, buffers)
             case _:
                 raise AssertionError(f"{order} is for others")
         return None
 
-    def _make(self, order: MakeObject, buffers: list[memoryview]) -> Any:
+    def _create(self, order: CreateObject, buffers: list[memoryview]) -> Any:
         """Create this worker's value."""
         references = self.references
         try:
             if order.iterator_of is not None:
-                iterator = iter(references.load(("own", order.iterator_of)))
+                iterator = iter(references.load(("per_worker", order.iterator_of)))
                 knows_graphs = isinstance(iterator, DistributedIterator) or _is_of_tensorflow(iterator)
                 return iterator if knows_graphs else DistributedIterator(iterator)
             thing = unpack(buffers[0], references.load)
@@ -158,7 +158,7 @@ class FunctionServer:
             note = f"This happened where {self._me.task} made its own value."
             if note not in getattr(error, "__notes__", ()):  # the dataset's error may have it, if this is its iterator
                 error.add_note(note)
-            return _NotMade(error)
+            return _FailedObject(error)
 
     def _call(self, order: CallFunction, buffers: list[memoryview]) -> Reply:
         """Call a function and return the reply."""
@@ -167,11 +167,11 @@ class FunctionServer:
         try:
             value = self._run(order, buffers)
             content = pack(value, self.references, "The result of the function")
-            changes = self._tally.collect()
+            changes = self._effects.collect()
             pickled = pack(changes, self.references, "Its metrics") if any(changes) else b""
             return FunctionReturned(order.call, self._worker.global_step), [content, pickled]
         except (Exception, SystemExit) as error:  # a function that ends its process would also end the next worker
-            return FunctionRaised(order.call, self._missed), [calls.encode_error(self._told(error))]
+            return FunctionRaised(order.call, self._lost_server), [calls.encode_error(self._error_to_report(error))]
         finally:
             self.is_calling = False
             self.references.results.clear()
@@ -181,9 +181,9 @@ class FunctionServer:
         # Keep and drop functions as `WorkerConnection.enqueue` does, whatever fails below: it sends no function twice.
         if order.is_new:
             # Before it is unpickled: the coordinator counts it whether or not that succeeds.
-            self._functions[order.function] = _Unreadable()
+            self._functions[order.function] = _FailedFunction()
         self._functions.move_to_end(order.function)
-        if len(self._functions) > FUNCTIONS_KEPT:
+        if len(self._functions) > MAX_FUNCTIONS:
             self._functions.popitem(last=False)
         pickled, *_ = buffers
         arguments, *results = buffers[int(order.is_new) :]
@@ -193,7 +193,7 @@ class FunctionServer:
         function = self._functions[order.function]
         args, kwargs = unpack(arguments, references.load)
         self.variables.pull()
-        self._tally.start()
+        self._effects.start()
         try:
             with self._strategy.scope():
                 return function(*args, **kwargs)
@@ -201,7 +201,7 @@ class FunctionServer:
             self.variables.finish()
 
     @property
-    def _missed(self) -> str:
+    def _lost_server(self) -> str:
         """The server without which this worker cannot continue."""
         match self.variables.failure:
             case PeerLostError(task=task):
@@ -212,10 +212,10 @@ class FunctionServer:
 
     def check(self) -> None:
         """Raise if a server is lost: every further function would fail here; another process may reach the server."""
-        if self._missed and self.variables.failure is not None:
+        if self._lost_server and self.variables.failure is not None:
             raise self.variables.failure
 
-    def _told(self, error: BaseException) -> BaseException:
+    def _error_to_report(self, error: BaseException) -> BaseException:
         """The error to report to the coordinator."""
         if self.variables.failure is not None:
             return self.variables.failure  # a compiled function has replaced it with its own error
@@ -231,7 +231,7 @@ class FunctionServer:
         return error
 
 
-def draw_own_seeds(layers: Iterable[Any], number: int) -> None:
+def draw_worker_seeds(layers: Iterable[Any], number: int) -> None:
     """Draw separate seeds per worker: with equal seeds, all workers would drop the same units."""
     for generator in {id(g): g for layer in layers for g in layer._seed_generators}.values():
         generator.state.assign(shifted_seed(to_host(generator.state), number))
@@ -241,7 +241,7 @@ def _is_of_tensorflow(thing: Any) -> bool:
     return type(thing).__module__.startswith("tensorflow.")
 
 
-class _Unreadable:
+class _FailedFunction:
     """Placeholder for a function that could not be unpickled; its first call has reported why."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

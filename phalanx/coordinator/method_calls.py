@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from phalanx.coordinator.accepted_workers import METHOD, SERVER_PURPOSE
-from phalanx.coordinator.coordinator_messages import CallMethod, Serve
+from phalanx.coordinator.coordinator_messages import CallMethod, JoinJob
 from phalanx.coordinator.dispatcher import Dispatcher
 from phalanx.coordinator.scope_definitions import OutgoingDefinitions
 from phalanx.coordinator.worker_connection import Message
@@ -52,7 +52,7 @@ class MethodCalls:
             greeting: Returns the first message to workers.
         """
         record_construction()
-        self.dispatcher.workers.greeting = lambda: (Serve(), [pickle.dumps(greeting())])
+        self.dispatcher.workers.greeting = lambda: (JoinJob(), [pickle.dumps(greeting())])
         self.dispatcher.start()
         self.dispatcher.accept(SERVER_PURPOSE)
         atexit.register(self.dispatcher.close)
@@ -74,7 +74,7 @@ class MethodCalls:
         # In this order: the call refers to the model by the name under which workers have created it.
         self.definitions.require([name])
         self.definitions.announce(self.dispatcher)
-        self.dispatcher.workers.send_to_programless(METHOD, lambda: self._pack(name, method, arguments, fit, state))
+        self.dispatcher.workers.send_to_worker_servers(METHOD, lambda: self._pack(name, method, arguments, fit, state))
         self._is_calling = True
         try:
             yield
@@ -92,7 +92,7 @@ class MethodCalls:
             if thing is self._strategy:
                 return "fixed", "strategy"
             own = scope_registry.name_of(thing) if isinstance(thing, KINDS) else None
-            return ("made", *own) if own is not None and self.definitions.knows([own]) else None
+            return ("scoped", *own) if own is not None and self.definitions.includes([own]) else None
 
         reduce = of_call(self._tensors, with_weights=True)
         contents = {}

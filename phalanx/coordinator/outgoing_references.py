@@ -14,15 +14,15 @@ from typing import Any
 import keras
 import numpy as np
 
-from phalanx.coordinator.change_detection import Trace, same, trace
+from phalanx.coordinator.change_detection import Trace, trace_references, traces_equal
 from phalanx.coordinator.function_pickling import References, pack
 from phalanx.coordinator.remote_values import PerWorkerValues, RemoteValue
 from phalanx.engines.tensors import Tensors
 from phalanx.training.scope_registry import KINDS, ScopedName, ScopeRegistry
 
-KEPT_BYTES = 1 << 16
+MIN_STORED_BYTES = 1 << 16
 """Minimum size of arrays that are sent to each worker once, 64 KiB. Keeping track of smaller ones costs more."""
-PICKLES_KEPT = 16
+MAX_PICKLES = 16
 """Number of functions whose pickles are kept, the most recently used: a program schedules few functions, many times."""
 
 
@@ -33,21 +33,21 @@ class PickledReferences:
     Attributes:
         names: Names of objects created in scopes.
         results: Results of functions, by number.
-        own: Per-worker values, which must stay alive until the pickle has been read.
-        kept: Large arrays, by number.
+        per_worker: Per-worker values, which must stay alive until the pickle has been read.
+        stored: Large arrays, by number.
     """
 
     names: set[ScopedName] = field(default_factory=set)
     results: dict[int, RemoteValue] = field(default_factory=dict)
-    own: list[PerWorkerValues] = field(default_factory=list)
-    kept: dict[int, Any] = field(default_factory=dict)
+    per_worker: list[PerWorkerValues] = field(default_factory=list)
+    stored: dict[int, Any] = field(default_factory=dict)
 
 
 class OutgoingReferences(References):
     """References of the coordinator. Only one thread at a time may pack with it; any may load.
 
     Args:
-        takes_later_objects: Returns whether objects created after the registry was settled may be referred to.
+        accepts_later_objects: Returns whether objects created after the registry was settled may be referred to.
     """
 
     def __init__(
@@ -55,42 +55,42 @@ class OutgoingReferences(References):
         fixed: Mapping[str, Any],
         scope_registry: ScopeRegistry,
         tensors: Tensors,
-        takes_later_objects: Callable[[], bool],
+        accepts_later_objects: Callable[[], bool],
     ) -> None:
         super().__init__(fixed, scope_registry, tensors)
-        self._takes_later_objects = takes_later_objects
+        self._accepts_later_objects = accepts_later_objects
         self._by_value = References(fixed, scope_registry, tensors)  # records nothing, so any thread may pack with it
-        self._noted = PickledReferences()  # of the current pickle, inside `noting`
-        self._keeps = False  # whether large arrays are currently references
-        self._kept: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by id
+        self._recorded = PickledReferences()  # of the current pickle, inside `recording`
+        self._stores_arrays = False  # whether large arrays are currently references
+        self._stored_numbers: dict[int, tuple[int, weakref.ref[Any]]] = {}  # by id
         self._functions: dict[int, tuple[Trace, bytes, PickledReferences]] = {}  # by id; traces keep functions
         self.numbers = itertools.count()
         # Numbers without references. The garbage collector appends to it at any time.
-        self.forgotten: deque[int] = deque()
+        self.released_numbers: deque[int] = deque()
 
     @contextmanager
-    def noting(self, *, keeps: bool) -> Iterator[PickledReferences]:
+    def recording(self, *, stores_arrays: bool) -> Iterator[PickledReferences]:
         """Record the references of what is pickled inside the block.
 
         Args:
-            keeps: Whether large arrays are references; they are then assumed to be constant.
+            stores_arrays: Whether large arrays are references; they are then assumed to be constant.
         """
-        self._noted, self._keeps = PickledReferences(), keeps
+        self._recorded, self._stores_arrays = PickledReferences(), stores_arrays
         try:
-            yield self._noted
+            yield self._recorded
         finally:
-            self._noted, self._keeps = PickledReferences(), False
+            self._recorded, self._stores_arrays = PickledReferences(), False
 
     def pack_function(self, function: Any, what: str) -> tuple[bytes, PickledReferences]:
         """The pickle of a function, created again only if something has changed, and the objects that it refers to."""
-        with self.noting(keeps=True):
-            now = trace(function, self._is_constant, lambda thing: pack(thing, self, what))
+        with self.recording(stores_arrays=True):
+            now = trace_references(function, self._is_constant, lambda thing: pack(thing, self, what))
         known = self._functions.pop(id(function), None)
-        if known is None or not same(known[0], now):
-            with self.noting(keeps=True) as noted:
-                known = now, pack(function, self, what), noted
+        if known is None or not traces_equal(known[0], now):
+            with self.recording(stores_arrays=True) as recorded:
+                known = now, pack(function, self, what), recorded
         self._functions[id(function)] = known  # the most recently used at the end
-        if len(self._functions) > PICKLES_KEPT:
+        if len(self._functions) > MAX_PICKLES:
             del self._functions[next(iter(self._functions))]
         return known[1:]
 
@@ -99,48 +99,48 @@ class OutgoingReferences(References):
             return True
         return any(thing is fixed for fixed in self._fixed.values())
 
-    def pack_kept(self, thing: Any) -> bytes:
+    def pack_stored(self, thing: Any) -> bytes:
         """The pickle of a large array; any thread may call it."""
         return pack(thing, self._by_value, "A large array")
 
     def number(self, thing: Any) -> int:
-        """A number for an object. It is forgotten with the object."""
+        """A number for an object. It is released with the object."""
         number = next(self.numbers)
-        weakref.finalize(thing, self.forgotten.append, number)
+        weakref.finalize(thing, self.released_numbers.append, number)
         return number
 
     def _other(self, thing: Any) -> tuple[Any, ...] | None:
         if isinstance(thing, RemoteValue):
-            self._noted.results[thing.number] = thing
+            self._recorded.results[thing.number] = thing
             return "result", thing.number
         if isinstance(thing, PerWorkerValues):
-            self._noted.own.append(thing)
-            return "own", thing.number
-        if self._keeps and _is_large(thing):
-            number = self._keep(thing)
-            self._noted.kept[number] = thing
-            return "kept", number
+            self._recorded.per_worker.append(thing)
+            return "per_worker", thing.number
+        if self._stores_arrays and _is_large(thing):
+            number = self._number_of_stored(thing)
+            self._recorded.stored[number] = thing
+            return "stored", number
         return super()._other(thing)
 
     def _name(self, thing: Any) -> ScopedName:
         found = self._scope_registry.name_of(thing)
-        if found is not None and self._scope_registry.find(found) is None and self._takes_later_objects():
+        if found is not None and self._scope_registry.find(found) is None and self._accepts_later_objects():
             self._scope_registry.settle(again=True)
         name = super()._name(thing)
-        self._noted.names.add(name)
+        self._recorded.names.add(name)
         return name
 
-    def _keep(self, thing: Any) -> int:
-        known = self._kept.get(id(thing))
+    def _number_of_stored(self, thing: Any) -> int:
+        known = self._stored_numbers.get(id(thing))
         if known is not None and known[1]() is thing:  # an id alone may belong to a later object
             return known[0]
-        self._kept = {key: entry for key, entry in self._kept.items() if entry[1]() is not None}
+        self._stored_numbers = {key: entry for key, entry in self._stored_numbers.items() if entry[1]() is not None}
         number = self.number(thing)
-        self._kept[id(thing)] = number, weakref.ref(thing)
+        self._stored_numbers[id(thing)] = number, weakref.ref(thing)
         return number
 
 
 def _is_large(thing: Any) -> bool:
     if isinstance(thing, np.ndarray):
-        return thing.nbytes >= KEPT_BYTES and not thing.dtype.hasobject
-    return keras.ops.is_tensor(thing) and int(getattr(thing, "nbytes", 0)) >= KEPT_BYTES
+        return thing.nbytes >= MIN_STORED_BYTES and not thing.dtype.hasobject
+    return keras.ops.is_tensor(thing) and int(getattr(thing, "nbytes", 0)) >= MIN_STORED_BYTES

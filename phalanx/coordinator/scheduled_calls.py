@@ -23,8 +23,8 @@ class ScheduledCall:
         function: The pickled function.
         arguments: The pickled arguments.
         needs: Results of other functions that the arguments refer to.
-        keeps: Number, and function that pickles it, of each large value that the arguments refer to.
-        holds: Objects that must stay alive until the function has run.
+        stored_objects: Number, and function that pickles it, of each large value that the arguments refer to.
+        kept_alive: Objects that must stay alive until the function has run.
         result: Receives the result, or the error.
     """
 
@@ -32,8 +32,8 @@ class ScheduledCall:
     function: bytes
     arguments: bytes
     needs: Sequence[RemoteValue]
-    keeps: dict[int, Callable[[], bytes]]
-    holds: Sequence[Any]
+    stored_objects: dict[int, Callable[[], bytes]]
+    kept_alive: Sequence[Any]
     result: RemoteValue
 
 

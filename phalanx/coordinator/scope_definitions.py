@@ -37,12 +37,12 @@ class Definition(NamedTuple):
     """One root.
 
     Attributes:
-        made_from: Recipe to build a layer; or an optimizer or a metric itself.
+        recipe: Recipe to build a layer; or an optimizer or a metric itself.
         state: Values of `state_of`.
         paths: Paths of the variables in `trained_by_servers`, then in `state_of`, by which tasks compare their models.
     """
 
-    made_from: Any
+    recipe: Any
     state: list[Array]
     paths: list[str]
 
@@ -105,7 +105,7 @@ class OutgoingDefinitions:
                     del self._required[name]  # it is now sent as part of that one
             return bool(roots)
 
-    def knows(self, names: Collection[ScopedName]) -> bool:
+    def includes(self, names: Collection[ScopedName]) -> bool:
         """Whether all of these are required already."""
         with self._lock:
             present = self._scope_registry.present()
@@ -125,13 +125,13 @@ class OutgoingDefinitions:
         try:
             packed = self.pack()
         except PhalanxError as error:
-            dispatcher.workers.send_to_programless(DEFINITIONS, partial(_fail, error))
+            dispatcher.workers.send_to_worker_servers(DEFINITIONS, partial(_fail, error))
             return
         present = self._scope_registry.present()
         now = packed[0], [bool(getattr(present[root], "built", True)) for root in self._required if root in present]
         if now != self._announced:
             self._announced = now
-            dispatcher.workers.send_to_programless(DEFINITIONS, lambda: packed)
+            dispatcher.workers.send_to_worker_servers(DEFINITIONS, lambda: packed)
 
     def pack(self) -> tuple[Define, list[bytes]]:
         """The message that defines everything workers must have.
@@ -191,21 +191,21 @@ class OutgoingDefinitions:
             if name is None or other is None or is_open or other not in self._scope_registry.present():
                 return None
             self._pack(other, packed, begun)
-            return "made", *name
+            return "scoped", *name
 
         what = f"The {type(scoped).__name__} {getattr(scoped, 'name', '')!r}"
         with refusing(
             f"{what} cannot travel to workers that run no program of their own",
             "Give its class a get_config() (see keras.saving), or run the same program on all tasks.",
         ):
-            made_from = describe_layer(scoped) if isinstance(scoped, keras.layers.Layer) else scoped
-            unbuilt = made_from.unbuilt() if isinstance(made_from, LayerDescription) else made_from
+            recipe = describe_layer(scoped) if isinstance(scoped, keras.layers.Layer) else scoped
+            unbuilt = recipe.unbuilt() if isinstance(recipe, LayerDescription) else recipe
             # Digest of the recipe, without weights and building: a worker keeps its copy, and only builds it, if the
             # chief's was built or trained since.
             digest = hashlib.blake2b(self._pickled(unbuilt, refer), digest_size=16).digest()
             state = state_of(scoped)
             paths = [variable.path for variable in (*trained_by_servers(scoped), *state)]
-            content = self._pickled(Definition(made_from, [to_host(v) for v in state], paths), refer)
+            content = self._pickled(Definition(recipe, [to_host(v) for v in state], paths), refer)
         packed[root] = digest, content
 
     def _pickled(self, thing: Any, refer: Any) -> bytes:

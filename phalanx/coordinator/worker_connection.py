@@ -8,7 +8,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from phalanx.coordinator.coordinator_messages import FUNCTIONS_KEPT, CallFunction, KeepObject, Order
+from phalanx.coordinator.coordinator_messages import MAX_FUNCTIONS, CallFunction, Order, StoreObject
 from phalanx.coordinator.scheduled_calls import ScheduledCall
 from phalanx.transport.link import Link
 
@@ -43,7 +43,7 @@ class WorkerConnection:
         has_program: Whether it also runs the chief's program.
         outbox: Messages to send before the next function.
         functions: Digests of the functions that it has, most recently used last.
-        kept: Numbers of the large values that it has.
+        stored: Numbers of the large values that it has.
         last_sent_at: Time when the last message was sent (monotonic seconds).
     """
 
@@ -54,7 +54,7 @@ class WorkerConnection:
     has_program: bool
     outbox: deque[Message | DeferredMessage]
     functions: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    kept: set[int] = field(default_factory=set)
+    stored: set[int] = field(default_factory=set)
     last_sent_at: float = field(default_factory=time.monotonic)
 
     def enqueue(self, number: int, call: ScheduledCall) -> None:
@@ -62,16 +62,16 @@ class WorkerConnection:
 
         Raises: the error of pickling a large value, if it changed since the call was scheduled.
         """
-        for kept, pickle in call.keeps.items():
-            if kept not in self.kept:
-                self.outbox.append((KeepObject(kept), [pickle()]))
-                self.kept.add(kept)
+        for stored, pickle in call.stored_objects.items():
+            if stored not in self.stored:
+                self.outbox.append((StoreObject(stored), [pickle()]))
+                self.stored.add(stored)
         # The worker drops the least recently used function in the same way, when it handles the message. Nothing may
         # raise from here on: the worker would lack what is recorded as sent.
         is_new = call.digest not in self.functions
         self.functions[call.digest] = None
         self.functions.move_to_end(call.digest)
-        if len(self.functions) > FUNCTIONS_KEPT:
+        if len(self.functions) > MAX_FUNCTIONS:
             self.functions.popitem(last=False)
         results = tuple(need.number for need in call.needs)
         buffers: list[bytes | memoryview] = [

@@ -16,9 +16,9 @@ from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.compression import BFloat16, Float16
 from phalanx.coordinator.accepted_workers import SERVER_PURPOSE
 from phalanx.coordinator.chief_session import ChiefSession, Reply
-from phalanx.coordinator.coordinator_messages import CallMethod, Define, Order, Serve, WorkerFailed
+from phalanx.coordinator.coordinator_messages import CallMethod, Define, JoinJob, Order, WorkerFailed
 from phalanx.coordinator.function_pickling import unpack
-from phalanx.coordinator.function_server import FunctionServer, draw_own_seeds
+from phalanx.coordinator.function_server import FunctionServer, draw_worker_seeds
 from phalanx.coordinator.scope_definitions import NAMELESS, Definition, parts_of, state_of, trained_by_servers
 from phalanx.engines.random_state import draw_own_numbers, random_state
 from phalanx.keras_compat.copies.model_copies import LayerDescription
@@ -89,7 +89,7 @@ class WorkerServer:
         return self._functions is not None and self._functions.is_calling
 
     def begin(self) -> None:
-        """Do nothing: the chief begins with `Serve`."""
+        """Do nothing: the chief begins with `JoinJob`."""
 
     def check(self) -> None:
         """Raise the error that ends this process: the others would wait for a live worker that has left a `fit`."""
@@ -107,11 +107,11 @@ class WorkerServer:
             return WorkerFailed(), [function_call.encode_error(error)]
 
     def _handle(self, order: Order, buffers: list[memoryview]) -> Reply | None:
-        if isinstance(order, Serve):
-            self._serve(unpack(buffers[0], _refuse))
+        if isinstance(order, JoinJob):
+            self._join_job(unpack(buffers[0], _refuse))
             return None
         functions, worker = self._functions, self._worker
-        assert functions is not None, "the chief begins with `Serve`"
+        assert functions is not None, "the chief begins with `JoinJob`"
         assert worker is not None, "the two are made together"
         # In functions, optimizers send gradients to the servers (`WorkerVariables`); in a `fit`, its stepper does.
         worker.in_function = not isinstance(order, CallMethod)
@@ -123,7 +123,7 @@ class WorkerServer:
             return None
         return functions.handle(order, buffers)
 
-    def _serve(self, settings: WorkerSettings) -> None:
+    def _join_job(self, settings: WorkerSettings) -> None:
         """Join the job, without anything that a previous process of the chief has created."""
         sys.path[:] = settings.path
         self._strategy, self._worker = self._join(settings)
@@ -138,28 +138,28 @@ class WorkerServer:
         keras.config.set_dtype_policy(order.dtype_policy)
         for names, digest, content in zip(order.names, order.digests, buffers, strict=True):
             try:
-                self._make(names, digest, content)
+                self._create(names, digest, content)
             except Exception as error:  # it is raised where the object is used
                 error.add_note(f"This happened where {self._me.task} made its own {names[0]}.")
-                self._functions_of_worker.references.not_made |= dict.fromkeys(names, error)
+                self._functions_of_worker.references.creation_errors |= dict.fromkeys(names, error)
 
-    def _make(self, names: tuple[ScopedName, ...], digest: bytes, content: memoryview) -> None:
+    def _create(self, names: tuple[ScopedName, ...], digest: bytes, content: memoryview) -> None:
         functions, worker = self._functions_of_worker, self._worker
         assert worker is not None
         with self._strategy.scope():
             definition: Definition = unpack(content, functions.references.load)
-            copy = definition.made_from
+            recipe = definition.recipe
             is_known = self._digests.get(names[0]) == digest
             # Known objects are kept, with their weights and state: functions may have changed them since.
             copied = (
                 worker.scope_registry.find(names[0])
                 if is_known
-                else copy.rebuild()
-                if isinstance(copy, LayerDescription)
-                else copy
+                else recipe.rebuild()
+                if isinstance(recipe, LayerDescription)
+                else recipe
             )
-            if is_known and isinstance(copy, LayerDescription):
-                copy.build(copied)
+            if is_known and isinstance(recipe, LayerDescription):
+                recipe.build(copied)
         _name(copied, definition)
         if is_known:
             return
@@ -168,22 +168,22 @@ class WorkerServer:
         for name, part in zip(names, parts, strict=True):
             if name != NAMELESS:
                 worker.scope_registry.put(name, part)
-                functions.references.not_made.pop(name, None)
+                functions.references.creation_errors.pop(name, None)
             if isinstance(part, keras.optimizers.Optimizer):
                 functions.variables.refuse(part)
-        draw_own_seeds([part for part in parts if isinstance(part, keras.layers.Layer)], worker.number)
+        draw_worker_seeds([part for part in parts if isinstance(part, keras.layers.Layer)], worker.number)
         self._digests[names[0]] = digest
 
     @property
     def _functions_of_worker(self) -> FunctionServer:
-        assert self._functions is not None, "the chief begins with `Serve`"
+        assert self._functions is not None, "the chief begins with `JoinJob`"
         return self._functions
 
     def _call(self, order: CallMethod, buffers: list[memoryview]) -> None:
         """Call a method of a model."""
         load, worker = self._functions_of_worker.references.load, self._worker
         assert worker is not None
-        model = load(("made", *order.model))
+        model = load(("scoped", *order.model))
         state: MethodState = unpack(buffers[0], load)
         contents: dict[str, bytes] = unpack(buffers[1], load)
         arguments = {name: unpack(content, load) for name, content in contents.items()}

@@ -37,7 +37,7 @@ class Scope:
 
         for names, content in zip(order.names, contents, strict=True):
             definition = unpack(content, load)
-            layer = definition.made_from
+            layer = definition.recipe
             root = layer.make() if hasattr(layer, "make") else layer
             found |= dict(zip(names, parts_of(root), strict=True))
         return found
@@ -104,8 +104,8 @@ def test_what_is_required_is_sent_and_nothing_else() -> None:
     one, other = keras.layers.Dense(1), keras.layers.Dense(2)
     scope = Scope(one, other)
     assert set(scope.arrived(one)) == {scope.scope_registry.name_of(one)}
-    assert scope.outgoing.knows([scope.scope_registry.name_of(one)])
-    assert not scope.outgoing.knows([scope.scope_registry.name_of(other)])
+    assert scope.outgoing.includes([scope.scope_registry.name_of(one)])
+    assert not scope.outgoing.includes([scope.scope_registry.name_of(other)])
     assert set(scope.arrived(other)) == {scope.scope_registry.name_of(one), scope.scope_registry.name_of(other)}
 
 
@@ -137,7 +137,7 @@ def test_what_is_required_stays_so_when_it_becomes_a_part_of_something_else(kind
     noted(scope, model)
     noted(scope, other)
     assert set(scope.arrived(other)) == {scope.scope_registry.name_of(part), scope.scope_registry.name_of(other)}
-    assert scope.outgoing.knows([scope.scope_registry.name_of(part)])
+    assert scope.outgoing.includes([scope.scope_registry.name_of(part)])
     found = scope.arrived(model)
     copy = scope.of(model, found)
     assert scope.of(part, found) is (copy.layers[0] if kind == "layer" else copy.optimizer)
@@ -152,7 +152,7 @@ def test_a_part_of_a_model_that_the_program_has_dropped_is_sent() -> None:
     assert name is not None
     del model
     gc.collect()
-    assert not scope.outgoing.knows([name])
+    assert not scope.outgoing.includes([name])
     assert set(scope.arrived(part)) == {name}
 
 

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from phalanx.engines import make_tensors
 from phalanx.coordinator.function_pickling import References, pack, unpack
-from phalanx.coordinator.change_detection import same, trace
+from phalanx.coordinator.change_detection import trace_references, traces_equal
 from phalanx.errors import UnsupportedError
 from phalanx.training.scope_registry import ScopeRegistry
 
@@ -53,13 +53,13 @@ assert float(step(tf.constant(-3.0))) == -3.0
 
 
 def traced():
-    return trace(trainer.step, lambda thing: False, lambda thing: pack(thing, references, "It"))
+    return trace_references(trainer.step, lambda thing: False, lambda thing: pack(thing, references, "It"))
 
 
 before = traced()
-assert same(before, traced())
+assert traces_equal(before, traced())
 trainer.factor = 3.0
-assert not same(before, traced())
+assert not traces_equal(before, traced())
 gone = Trainer(1.0).step
 try:
     travel(gone)

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.coordinator.change_detection import same, trace
+from phalanx.coordinator.change_detection import trace_references, traces_equal
 
 
 def traced(function: Any) -> Any:
-    return trace(function, lambda thing: isinstance(thing, np.ndarray) and thing.nbytes > 1000, pickle.dumps)
+    return trace_references(function, lambda thing: isinstance(thing, np.ndarray) and thing.nbytes > 1000, pickle.dumps)
 
 
 def made() -> tuple[Callable[..., Any], Callable[[str], None]]:
@@ -46,12 +46,12 @@ def made() -> tuple[Callable[..., Any], Callable[[str], None]]:
 
 def test_what_is_the_same_is_the_same() -> None:
     function, _ = made()
-    assert same(traced(function), traced(function))
+    assert traces_equal(traced(function), traced(function))
     partial = functools.partial(function, 1, scale=(2, "x"))
-    assert same(traced(partial), traced(partial))
-    assert not same(traced(partial), traced(functools.partial(function, 1, scale=(3, "x"))))
-    assert not same(traced(function), traced(made()[0]))
-    assert not same(traced(lambda: 1), traced(lambda: 1))
+    assert traces_equal(traced(partial), traced(partial))
+    assert not traces_equal(traced(partial), traced(functools.partial(function, 1, scale=(3, "x"))))
+    assert not traces_equal(traced(function), traced(made()[0]))
+    assert not traces_equal(traced(lambda: 1), traced(lambda: 1))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_what_changed_is_noticed(what: str) -> None:
     function, change = made()
     before = traced(function)
     change(what)
-    assert not same(before, traced(function))
+    assert not traces_equal(before, traced(function))
 
 
 def test_functions_that_refer_to_themselves_end() -> None:
@@ -78,7 +78,7 @@ def test_functions_that_refer_to_themselves_end() -> None:
     def even(n: int) -> bool:
         return n == 0 or odd(n - 1)
 
-    assert same(traced(odd), traced(odd))
+    assert traces_equal(traced(odd), traced(odd))
 
 
 class Config:
@@ -96,15 +96,15 @@ def test_a_class_of_the_main_program_is_compared_with_all_that_it_holds(monkeypa
         return Config().scaled()
 
     before = traced(function)
-    assert same(traced(function), before)  # a class of a module travels by its name
+    assert traces_equal(traced(function), before)  # a class of a module travels by its name
     monkeypatch.setattr(Config, "rate", 2)
-    assert same(traced(function), before)
+    assert traces_equal(traced(function), before)
     monkeypatch.setattr(Config, "__module__", "__main__")
     monkeypatch.setattr(Config.scaled, "__module__", "__main__")
     before = traced(function)
-    assert same(traced(function), before)
+    assert traces_equal(traced(function), before)
     monkeypatch.setattr(Config, "rate", 3)
-    assert not same(traced(function), before)
+    assert not traces_equal(traced(function), before)
     before = traced(function)
     monkeypatch.setitem(globals(), "FACTOR", 3)
-    assert not same(traced(function), before)
+    assert not traces_equal(traced(function), before)
