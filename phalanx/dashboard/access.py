@@ -1,9 +1,9 @@
-"""Who may use the dashboard. Pure decisions on the headers of a request.
+"""Access control of the dashboard. Pure decisions about the headers of a request.
 
-The server listens on loopback, where every user and every web page of this machine can reach it. So each request must
-prove that it comes from someone who has seen the link: by the token in it, by the cookie that the link sets, or by a
-bearer token (Prometheus). The name in `Host` must be this machine's own, so that no other site can be made to resolve
-to this server (DNS rebinding), and what changes anything must come from the page itself.
+The server listens on loopback, where every user and every web page of this machine can reach it. Each request must
+therefore prove that it comes from someone who has seen the link: with the token in it, the cookie that the link sets,
+or a bearer token (Prometheus). `Host` must name this machine, so that another site cannot resolve to this server (DNS
+rebinding). Requests that change anything must come from the page itself.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
 def cookie_name(port: int) -> str:
-    """Browsers send cookies to all ports of a host, and several dashboards may run."""
+    """Name of the cookie. Includes the port: several dashboards may run, and browsers send cookies to all ports of a
+    host."""
     return f"phalanx-{port}"
 
 
 def cookie_value(token: str) -> str:
-    """The token, which a user may have chosen, quoted for use in a cookie."""
+    """The token, quoted for use in a cookie, because a user may have chosen it."""
     return urllib.parse.quote(token, safe="")
 
 
 def refusal(headers: Mapping[str, str], query_token: str, token: str, port: int) -> str:
-    """Why a request is refused; empty if it may be answered.
+    """Reason to refuse a request; empty if it is allowed.
 
     Args:
         headers: Request headers, with lower-case names.
@@ -45,7 +46,7 @@ def refusal(headers: Mapping[str, str], query_token: str, token: str, port: int)
 
 
 def foreign(headers: Mapping[str, str]) -> bool:
-    """Whether a request that changes something does not come from the dashboard's own page.
+    """Whether a request that changes something comes from elsewhere than the dashboard's page.
 
     Source: Fetch standard, `Origin`; Fetch Metadata, `Sec-Fetch-Site`.
     """
@@ -60,8 +61,8 @@ def _name_of(host: str) -> str:
 
 
 def _cookie(header: str, port: int) -> str:
-    # Not SimpleCookie, which finds none after one that it dislikes: other programs of this host set cookies too, and
-    # browsers send them to all of its ports.
+    # Not SimpleCookie, which stops at the first cookie that it rejects: other programs on this host set cookies too,
+    # and browsers send them to all ports.
     pairs = (pair.partition("=") for pair in header.split(";"))
     found = next((value for name, _, value in pairs if name.strip() == cookie_name(port)), "")
     return urllib.parse.unquote(found.strip())

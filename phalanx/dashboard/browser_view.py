@@ -14,7 +14,7 @@ from phalanx.monitoring.job_wording import doing, position
 READ_ONLY = (
     "This dashboard is read-only; start it with `phalanx dashboard --control` or `phalanx run --dashboard-control`."
 )
-"""Why the buttons of a dashboard without control do nothing."""
+"""Explains why the buttons of a dashboard without control are disabled."""
 FEED_ITEMS = 200
 _UNTIL_IT_STARTS = {"job": "", "program": "", "kind": "", "version": "", "log_dir": "", "minimum": 0, "maximum": 0}
 _COUNTS = ("epoch", "step", "steps", "samples", "bytes_sent", "generation", "restarts")
@@ -23,17 +23,17 @@ _COUNTS = ("epoch", "step", "steps", "samples", "bytes_sent", "generation", "res
 def message(
     view: JobView, before: JobView | None = None, *, live: bool = True, control: bool = False, problem: str = ""
 ) -> dict[str, Any]:
-    """The data that the page needs to draw a job, as far as it has changed.
+    """The data that the page needs to draw a job, limited to what has changed.
 
     Args:
-        view: the job now.
-        before: what the page knows; None if it knows nothing.
-        live: whether the job may still be controlled; otherwise this is a report.
-        control: whether this dashboard may.
-        problem: why the view is an old one; else empty.
+        view: Current view of the job.
+        before: View that the page has; None if it has none.
+        live: Whether the page is a dashboard; False for a report.
+        control: Whether this dashboard may control jobs.
+        problem: Why the view is out of date; empty if it is current.
     """
     found: dict[str, Any] = {"head": head(view, live=live and not problem, control=control) | {"problem": problem}}
-    # A history that was thinned, or begun again by a restart, has other points at the same places: it is sent whole.
+    # Thinning or a restart changes points that the page already has: send the whole history.
     if before is not None and before.thinned == view.thinned and before.began_at == view.began_at:
         if len(view.history) > len(before.history):
             found |= {"points": _points(view, len(before.history)), "more": True}
@@ -52,7 +52,7 @@ def message(
 
 
 def head(view: JobView, *, live: bool = True, control: bool = False) -> dict[str, Any]:
-    """Everything but what grows with time."""
+    """Everything except the data that grows over time."""
     started, end = view.started, view.end
     now = view.ended_at or view.now
     return {
@@ -61,7 +61,7 @@ def head(view: JobView, *, live: bool = True, control: bool = False) -> dict[str
         "status": view.status,
         "ending": "" if end is None else describe_ending(end),
         "cause": "" if end is None else end.task,
-        # Of a job that was stopped, files of earlier versions have a page, too.
+        # Files of earlier versions have a page for stopped jobs, too.
         "page": "" if end is None or view.status == STOPPED else end.page,
         "folded": "" if end is None or view.status == STOPPED else end.folded,
         "place": position(view),
@@ -119,7 +119,7 @@ def _member(view: JobView, member: MemberView, now: float) -> dict[str, Any]:
 
 
 def state_of(member: MemberView, now: float) -> str:
-    """One word for the color of a member."""
+    """State of a member in one word, which selects its color."""
     if not member.is_running:
         return "failed" if member.has_failed else "exited"
     if not member.phase:
@@ -132,7 +132,7 @@ def state_of(member: MemberView, now: float) -> str:
 
 
 def _hosts(view: JobView, now: float) -> list[dict[str, Any]]:
-    """Those of an elastic job; of a fixed one, those on which its tasks run. Each with how many tasks it has had."""
+    """Hosts of an elastic job, or the hosts of the tasks of a fixed one, with the number of tasks that each has had."""
     on_host: dict[str, list[bool]] = {}
     for member in view.members.values():
         if member.host:

@@ -1,7 +1,7 @@
-"""The addresses of the dashboard, as an ASGI application.
+"""The endpoints of the dashboard, as an ASGI application.
 
-GET  /          the page; with the token of the link it sets the cookie for all others
-GET  /events    what the page shows, as server-sent events
+GET  /          the page; with the token from the link, it sets the cookie for the other endpoints
+GET  /events    the data of the page, as server-sent events
 GET  /output    the end of a task's output
 GET  /metrics   the same figures for Prometheus
 POST /act       stop, checkpoint, scale, drain
@@ -33,7 +33,7 @@ from phalanx.monitoring.job_view import ACTIONS, JobView
 from phalanx.transport.decoding import decode_json
 
 WATCHED_S = 0.75
-"""How often the job is asked for news while someone looks: each time costs the workers some cache."""
+"""Interval between updates while someone watches. Each update costs the workers some cache."""
 UNWATCHED_S = 2.0
 MAX_BODY_BYTES = 4096
 _HEADERS = {
@@ -47,7 +47,7 @@ _HEADERS = {
 
 
 class Dashboard:
-    """The state that the handlers share.
+    """Shared state of the request handlers.
 
     Args:
         hub: Source of the jobs.
@@ -59,15 +59,15 @@ class Dashboard:
 
     def __init__(self, hub: JobHub, *, token: str, port: int, control: bool = False):
         self.hub = hub
-        # All of it belongs to the event loop; only `hub.update` and `ask` run in threads.
+        # Only the event loop uses this state; only `hub.update` and `ask` run in threads.
         self._is_closing = False
         self._token, self._port, self._control = token, port, control
         self._watchers = 0  # open streams
-        self._woken = asyncio.Event()  # a stream has opened: look at once, and then more often
-        self._news = asyncio.Event()  # another one after each look at the jobs
+        self._woken = asyncio.Event()  # set when a stream opens: update at once, and then more often
+        self._news = asyncio.Event()  # replaced after each update of the jobs
 
     def app(self) -> ASGIApp:
-        """The application."""
+        """Return the ASGI application."""
         return Starlette(
             routes=[
                 Route("/", self.show_page),
@@ -81,17 +81,17 @@ class Dashboard:
         )
 
     def close(self) -> None:
-        """The server is about to end: the streams end too."""
+        """End the streams, because the server is about to stop."""
         self._is_closing = True
         self._tell_streams()
 
     async def refresh(self) -> None:
-        """Look at the jobs, and let the streams say what has changed."""
+        """Update the jobs and notify the streams."""
         await asyncio.to_thread(self.hub.update)
         self._tell_streams()
 
     def _tell_streams(self) -> None:
-        # Exchanged, not cleared: a stream that is sending holds the old one, and finds it set when it waits for it.
+        # Replaced, not cleared: a stream that is sending holds the old event and finds it set when it waits for it.
         news, self._news = self._news, asyncio.Event()
         news.set()
 
@@ -102,7 +102,7 @@ class Dashboard:
         response = HTMLResponse(page.render(nonce=nonce))
         response.headers["content-security-policy"] = page.CONTENT_POLICY.format(nonce=nonce)
         if request.query_params.get("token"):
-            # Not a redirect: from a link on another site, a browser would not send a strict cookie with it.
+            # Not a redirect: after a link from another site, browsers would not send a strict cookie with it.
             name, value = access.cookie_name(self._port), access.cookie_value(self._token)
             response.set_cookie(name, value, httponly=True, samesite="strict", path="/")
         return response
@@ -111,7 +111,7 @@ class Dashboard:
         return StreamingResponse(self.events(request.query_params.get("job", "")), media_type="text/event-stream")
 
     async def events(self, name: str) -> AsyncIterator[str]:
-        """The stream for a page that shows this job; for an empty name, the newest one."""
+        """Stream the data of a page that shows this job, or the newest job if `name` is empty."""
         self._watchers += 1
         self._woken.set()
         listed: Any = None
@@ -119,8 +119,8 @@ class Dashboard:
         problem = ""
         try:
             while True:
-                # Not polled: each time a process wakes up, workers that use all cores lose more than it computes.
-                news = self._news  # before the look: what comes between it and the wait is news, too
+                # Not polled: on fully used cores, each wake-up costs the workers more than it computes.
+                news = self._news  # before the update, so that changes between it and the wait count
                 job = self.hub.find(name)
                 name = name if job is None else job.entry.job
                 listing = {"jobs": self.hub.listing(), "job": name if job is not None else None}
@@ -128,13 +128,13 @@ class Dashboard:
                     listed = listing
                     yield _event(listing, "jobs")
                 if job is not None:
-                    # Once, the view last: all may change meanwhile, and while the page receives it.
+                    # Read each attribute once, and the view last: all of them may change meanwhile.
                     is_gone, former, problem = job.follower.is_gone, problem, job.follower.problem
                     view = job.view
                     if view.started is not None and (view is not before or problem != former):
                         yield _event(browser_view.message(view, before, control=self._control, problem=problem))
                         before = view
-                    # It has ended, or its launcher was killed. Other jobs may begin, which the page lists.
+                    # The job has ended, or its launcher was killed. Without `only`, the page lists further jobs.
                     if (view.status != RUNNING or is_gone) and self.hub.only is not None:
                         yield _event({}, "over")
                         return
@@ -152,7 +152,7 @@ class Dashboard:
 
     async def show_metrics(self, request: Request) -> Response:
         await self.refresh()
-        # The last figures of a job whose launcher was killed, or does not answer, are not those of now.
+        # If the launcher was killed or does not answer, the last figures are out of date.
         views = [job.view for job in self.hub.jobs.values() if not job.follower.problem]
         content, kind = prometheus_metrics.expose(views)
         return Response(content, media_type=kind)
@@ -184,12 +184,12 @@ class Dashboard:
         except ConfigurationError as error:
             return JSONResponse({"refusal": str(error)}, 409)
         except LinkClosedError as error:
-            if text:  # the page has not heard of the end yet, and keeps what it shows
+            if text:  # the page is not yet notified of the end and keeps its content
                 return Response(status_code=204)
             return JSONResponse({"refusal": str(error)}, 410)
         return PlainTextResponse(answer.text) if text else JSONResponse({"text": answer.text})
 
-    # The task that follows the jobs.
+    # The asyncio task that follows the jobs.
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -197,7 +197,7 @@ class Dashboard:
         try:
             yield
         finally:
-            task.cancel()  # a look that a thread is at ends by itself, within `ANSWER_S` for each job
+            task.cancel()  # an update in a thread ends by itself, within `ANSWER_S` per job
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
@@ -210,7 +210,7 @@ class Dashboard:
 
 
 class _Act(msgspec.Struct, frozen=True):
-    """The body of a request to act."""
+    """The body of a POST to `/act`."""
 
     action: str
     job: str | None = None
@@ -219,7 +219,7 @@ class _Act(msgspec.Struct, frozen=True):
 
 
 class _Guard:
-    """Refuses requests that `access` refuses, before any handler sees them, and adds headers to all answers."""
+    """Middleware that rejects the requests that `access` refuses, and adds headers to all responses."""
 
     def __init__(self, app: ASGIApp, token: str, port: int):
         self._app, self._token, self._port = app, token, port
@@ -230,7 +230,7 @@ class _Guard:
             return
 
         async def send_with_headers(message: Message) -> None:
-            # Here and not by the handlers: refusals, errors and streams have them, too.
+            # Not in the handlers: refusals, errors and streams need these headers, too.
             if message["type"] == "http.response.start":
                 message["headers"] = [*message["headers"], *_HEADERS.items()]
             await send(message)

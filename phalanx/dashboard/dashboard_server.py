@@ -1,6 +1,6 @@
 """The process that serves the dashboard: `phalanx dashboard`, or started by `phalanx run --dashboard`.
 
-It is a process of its own, and a polite one (`nice`), so that the workers lose nothing.
+It is a separate process with a low priority (`nice`), so that it does not slow down the workers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from phalanx.dashboard.job_hub import JobHub
 NICENESS = 10
 LOOK_S = 0.25
 LAST_LOOK_S = 2 * WATCHED_S
-"""How long open pages have, once the job has ended, to learn of that."""
+"""How long open pages have to receive the end of the job."""
 
 
 def serve(
@@ -29,15 +29,15 @@ def serve(
     """Serve until Ctrl-C, or until `until` returns.
 
     Args:
-        listener: a listening socket on loopback.
-        token: see `access`.
-        job: the id of the only job to show; None for all.
-        control: whether the buttons may act.
-        until: blocks, in a thread, as long as the server is needed.
+        listener: Listening socket on loopback.
+        token: Access token; see `access`.
+        job: ID of the only job to show; None for all.
+        control: Whether the buttons are enabled.
+        until: Function that blocks, in a thread, as long as the server is needed.
     """
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended in order, and raises it again
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn re-raises it after a clean shutdown
         asyncio.run(_serve(listener, token, JobHub(job), control=control, until=until))
 
 
@@ -51,7 +51,7 @@ async def _serve(
         access_log=False,
         lifespan="on",
         timeout_graceful_shutdown=2,
-        http="h11",  # httptools, which uvicorn prefers, has no bound for the head of a request
+        http="h11",  # not httptools, uvicorn's default, which does not limit the size of headers
         ws="none",
     )
     server = uvicorn.Server(config)
@@ -60,14 +60,14 @@ async def _serve(
     while not server.should_exit:
         await asyncio.sleep(LOOK_S)
         if waiting is not None and waiting.done():
-            # The launcher has ended its job, or is gone. If it still answers, this look gets the last events.
+            # The launcher has ended its job or is gone. If it still answers, this update gets the last events.
             await dashboard.refresh()
             await asyncio.sleep(LAST_LOOK_S)
             server.should_exit = True
-    dashboard.close()  # open streams would keep the server from ending
+    dashboard.close()  # open streams would keep the server from stopping
     await serving
 
 
 def wait_for_launcher() -> None:
-    """Wait until the launcher, which holds the other end of stdin, has ended its job or is gone."""
+    """Wait until the launcher, which holds the other end of stdin, has ended its job or has exited."""
     sys.stdin.buffer.read()

@@ -1,7 +1,7 @@
-"""The running jobs of this user, followed for those who look at the dashboard. Has no thread of its own.
+"""Follows the running jobs of this user for the dashboard. Starts no thread.
 
-`update` asks launchers, which takes a while, so it is called in threads: for the page as time passes, and for each
-request of Prometheus. The event loop reads `jobs` meanwhile.
+`update` queries launchers and can take a while, so callers run it in threads: periodically for the page, and for each
+request from Prometheus. Meanwhile, the event loop reads `jobs`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from phalanx.launcher.watching.job_registry import RegisteredJob, running
 from phalanx.monitoring.job_view import JobView
 
 MAX_ENDED = 20
-"""Jobs that have ended stay visible; more than these are forgotten."""
+"""Number of ended jobs that stay visible."""
 
 
 @dataclass(frozen=True)
 class FollowedJob:
-    """A job, and what follows it."""
+    """A job and its follower."""
 
     entry: RegisteredJob
     follower: JobFollower
@@ -45,11 +45,11 @@ class JobHub:
 
     def __init__(self, only: str | None = None):
         self.only = only
-        self._updating = threading.Lock()  # a follower that two threads ask at once gets the same events twice
+        self._updating = threading.Lock()  # two threads would make a follower read the same events twice
         self.jobs: dict[str, FollowedJob] = {}
 
     def update(self) -> None:
-        """Look for jobs, and at what has changed in those that are known. May be called from any thread."""
+        """Find new jobs and update the known ones. May be called from any thread."""
         with self._updating:
             jobs = dict(self.jobs)
             for entry in running():
@@ -63,19 +63,19 @@ class JobHub:
             self.jobs = jobs
 
     def find(self, name: str) -> FollowedJob | None:
-        """The job of this id; for an empty one, the newest that runs, or the newest."""
+        """Return the job with this ID. If the ID is empty: the newest running job, or else the newest job."""
         if name:
             return self.jobs.get(name)
         live = [job for job in self.jobs.values() if not job.follower.is_gone]
         return next(reversed(live or list(self.jobs.values())), None)
 
     def listing(self) -> list[dict[str, str]]:
-        """The jobs to choose from."""
+        """Return the list of jobs that the page offers."""
         return [{"job": name, "program": job.entry.program} for name, job in self.jobs.items()]
 
 
 def ask(job: FollowedJob, request: ControlRequest) -> ControlAnswer:
-    """Ask the job's launcher for something.
+    """Send a request to the job's launcher.
 
     Raises: ConfigurationError or LinkClosedError; see `send_request`.
     """

@@ -1,4 +1,4 @@
-"""The page: one HTML document without anything from elsewhere, for the dashboard and for reports."""
+"""The page: one self-contained HTML document, for the dashboard and for reports."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ CONTENT_POLICY = (
 
 
 def render(data: Any = None, *, nonce: str = "") -> str:
-    """The document.
+    """Render the document.
 
     Args:
-        data: what a report shows; None for a page that asks its server.
-        nonce: marks the document's own scripts and styles, for a browser that runs no others.
+        data: Data of a report; None for a page that loads its data from the server.
+        nonce: Nonce of the document's scripts and styles; the browser runs no others.
     """
-    # No "<" may end the script element early, whatever a job has written.
+    # Escape "<", so that output of a job cannot close the script element.
     encoded = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
     parts = {
         "nonce": nonce,
@@ -28,7 +28,7 @@ def render(data: Any = None, *, nonce: str = "") -> str:
         "data": encoded,
         "script": _asset("charts.js") + _asset("page.js"),
     }
-    # In one pass: text that was inserted is never looked at again.
+    # In one pass, so that inserted text is not substituted again.
     return re.sub(r"\{(nonce|style|data|script)\}", lambda marker: parts[marker[1]], _asset("page.html"))
 
 

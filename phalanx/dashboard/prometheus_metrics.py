@@ -14,7 +14,7 @@ from phalanx.monitoring.job_view import JobView
 
 
 class _Figure(NamedTuple):
-    """One figure of each job, or of each of its members."""
+    """A metric of each job, or of each of its members."""
 
     name: str
     text: str
@@ -69,7 +69,7 @@ _OF_MEMBERS = (
 
 
 class _Views:
-    """See `prometheus_client.registry.Collector`."""
+    """Implements `prometheus_client.registry.Collector`."""
 
     def __init__(self, views: Sequence[JobView]):
         self._views = views
@@ -89,7 +89,7 @@ class _Views:
 
 
 def expose(views: Sequence[JobView]) -> tuple[bytes, str]:
-    """What `/metrics` answers: the content, and its type."""
+    """Return the content of `/metrics` and its content type."""
     registry = CollectorRegistry()
     registry.register(_Views(views))  # type: ignore[arg-type]
     return generate_latest(registry), CONTENT_TYPE_LATEST
@@ -98,7 +98,7 @@ def expose(views: Sequence[JobView]) -> tuple[bytes, str]:
 def _families(
     figures: Sequence[_Figure], labels: Sequence[str], subjects: Sequence[tuple[list[str], Any]]
 ) -> Iterable[Metric]:
-    """One family for each figure; a subject that has no value of it now is left out."""
+    """One metric family per figure. Jobs or members without a current value are left out."""
     for name, text, read, kind in figures:
         family = kind(f"phalanx_{name}", text, labels=labels)
         for values_of_labels, subject in subjects:
@@ -112,10 +112,10 @@ def _job(view: JobView) -> str:
 
 
 def _now(member: Any, name: str) -> Any:
-    """What only a process that runs has."""
+    """A figure that only running processes have."""
     return getattr(member, name) if member.is_running else None
 
 
 def _part(part: Any, name: str) -> Any:
-    """A figure of a part that not every task has."""
+    """A figure of a part that some tasks lack."""
     return None if part is None else getattr(part, name)

@@ -1,4 +1,4 @@
-"""A report: the page of a job that is over, as one file that needs no server and no network."""
+"""Writes a report: the page of an ended job as a single file that needs no server and no network."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from phalanx.storage.files import read_end, write_file
 
 REPORT_FILE = "report.html"
 OUTPUT_BYTES = 64 * 1024
-"""Of each task's output, the end."""
+"""How much of the end of each task's output is included."""
 
 
 def write(log_dir: Path, path: Path | None = None) -> Path:
-    """Write the report of a job; returns its path.
+    """Write the report of a job, and return its path.
 
     Args:
-        log_dir: the log directory of the job.
-        path: where to write; None for `report.html` in the log directory.
+        log_dir: Log directory of the job.
+        path: File to write; None for `report.html` in the log directory.
 
-    Raises: ConfigurationError if the directory is not of a job, or the file cannot be written.
+    Raises: ConfigurationError if the directory does not belong to a job, or the file cannot be written.
     """
     path = path or log_dir / REPORT_FILE
     if not path.name:
@@ -39,7 +39,7 @@ def write(log_dir: Path, path: Path | None = None) -> Path:
 
 
 def render(log_dir: Path) -> str:
-    """The report of a job as an HTML document. Raises: see `write`."""
+    """Render the report of a job as an HTML document. Raises: see `write`."""
     view = read_view(log_dir)
     if view.started is None:
         raise ConfigurationError(f"{log_dir / EVENTS_FILE} does not say which job ran: it is empty or damaged.")
@@ -53,5 +53,5 @@ def render(log_dir: Path) -> str:
 def _end_of(path: Path) -> str:
     try:
         return plain_text(read_end(path, OUTPUT_BYTES))
-    except OSError:  # the task has written nothing, or someone has tidied up
+    except OSError:  # the task has written nothing, or the file was deleted
         return ""

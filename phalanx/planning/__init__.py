@@ -1,1 +1,1 @@
-"""What a job would take on machines that are not there: time of a step, traffic, memory. Pure, but for measurements."""
+"""Predicts step time, traffic and memory of a job on machines that are not available. Pure except for measurements."""

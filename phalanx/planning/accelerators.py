@@ -1,8 +1,8 @@
-"""What accelerators can do, and the names of their topologies.
+"""Performance figures of accelerators, and the names of their topologies.
 
-Sources: Google's specifications, https://cloud.google.com/tpu/docs/v5e, v5p and v6e. They give the interconnect of
-a chip, all ports together; a collective along one axis of the torus uses one port in each direction. NVIDIA's data
-sheets of the A100 (80 GB, SXM), H100 (SXM) and H200; a GPU sends over all of its NVLinks at once.
+Sources: Google's specifications, https://cloud.google.com/tpu/docs/v5e, v5p and v6e. They give the total interconnect
+bandwidth of all ports of a chip; a collective along one axis of the torus uses one port in each direction. NVIDIA's
+data sheets of the A100 (80 GB, SXM), H100 (SXM) and H200; a GPU sends over all of its NVLinks at once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _KNOWN = ", ".join([*(each.example for each in ACCELERATORS.values()), "cpu:4"])
 
 @dataclass(frozen=True, slots=True)
 class DeviceTopology:
-    """Devices to compile for, which this machine need not have.
+    """Devices to compile for. This machine does not need to have them.
 
     Attributes:
         name: Name that JAX accepts.
@@ -92,7 +92,7 @@ class DeviceTopology:
 def parse_topology(text: str) -> DeviceTopology:
     """Parse a topology such as `v5e:2x4` or `cpu:4`.
 
-    Raises: ConfigurationError that lists the known ones.
+    Raises: ConfigurationError that lists the known topologies.
     """
     kind, _, shape = text.strip().lower().partition(":")
     accelerator = ACCELERATORS.get(kind)
@@ -119,7 +119,7 @@ def check_compiler(topology: DeviceTopology, backend: str | None) -> None:
 
     Raises:
         UnsupportedError: The backend is not JAX.
-        ConfigurationError: the compiler for these devices is not installed.
+        ConfigurationError: The compiler for these devices is not installed.
     """
     if backend not in (None, "", "jax"):
         raise UnsupportedError(

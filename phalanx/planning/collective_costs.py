@@ -1,12 +1,12 @@
-"""How long a collective of the host communicators takes among machines that are not there. All pure.
+"""Predicts how long a collective of the host communicators takes between machines that are not available. All pure.
 
-The formulas follow the algorithms in `collectives/host` packet by packet. A link carries `bytes_per_s`, both ways at
-once, and a packet is `latency_s` under way. What this software costs (`SoftwareCosts`) is measured on one machine
-(`collective_trial`). Each machine sends to one neighbour and receives from the other: nothing here knows of a switch
-that is too narrow for all of them.
+The formulas follow the algorithms in `collectives/host` packet by packet. A link carries `bytes_per_s` in both
+directions at once, and a packet arrives after `latency_s`. The costs of this software (`SoftwareCosts`) are measured on
+one machine (`collective_trial`). Each machine sends to one neighbor and receives from the other. The model does not
+include switches that are too slow for all machines at once.
 
-A *hop* is what a packet takes until the next rank can pass it on: its bytes, the latency, and the time in which that
-rank wakes up and merges it.
+A *hop* is the time until the next rank can forward a packet: the transfer of its bytes, the latency, and the time that
+the rank takes to wake up and merge it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from phalanx.collectives.host.recording_algorithm import RecordedCall
 from phalanx.collectives.host.ring_algorithm import CHUNK_BYTES, DIRECT_BYTES, PACK_BYTES
 
 WIRE_EFFICIENCY = 1448 / 1538
-"""Payload of TCP in Ethernet frames of 1500 bytes, with time stamps, preambles and gaps (RFC 7323, IEEE 802.3)."""
+"""TCP payload as a fraction of the wire rate: Ethernet frames of 1500 bytes with timestamps, preambles and gaps
+(RFC 7323, IEEE 802.3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +35,13 @@ class NetworkLink:
 
     @classmethod
     def of_ethernet(cls, bits_per_s: float, latency_s: float) -> NetworkLink:
-        """A link of this nominal rate."""
+        """Return a link with this nominal rate."""
         return cls(bits_per_s / 8 * WIRE_EFFICIENCY, latency_s)
 
 
 @dataclass(frozen=True, slots=True)
 class SoftwareCosts:
-    """Seconds of one core, as `collective_trial` measures them.
+    """Costs in seconds of one core, as measured by `collective_trial`.
 
     Attributes:
         link_byte_s: Cost of encrypting, sending, receiving, decrypting and merging a byte over a link.
@@ -59,7 +60,7 @@ class SoftwareCosts:
 
 @dataclass(frozen=True, slots=True)
 class Machines:
-    """Where a job runs: `count` machines with `workers` replicas on each."""
+    """The machines of a job: `count` machines with `workers` replicas each."""
 
     count: int
     workers: int = 1
@@ -71,13 +72,13 @@ class Machines:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveCosts:
-    """Predicts collectives for one kind of machine and network."""
+    """Predicts the duration of collectives for one kind of machine and network."""
 
     link: NetworkLink
     software: SoftwareCosts
 
     def seconds(self, call: RecordedCall, machines: Machines) -> float:
-        """The duration of a collective that every rank calls at once."""
+        """Duration of a collective that all ranks call at the same time."""
         if machines.replicas == 1:
             return 0.0
         if call.kind == "all_reduce":
@@ -96,13 +97,13 @@ class CollectiveCosts:
     def _all_reduce(self, call: RecordedCall, machines: Machines) -> float:
         within = self._through_memory(2 * call.nbytes, machines.workers)  # merged, then broadcast
         if machines.count == 1:
-            return within / 2  # nothing comes from other machines, to be broadcast
+            return within / 2  # no results from other machines to broadcast
         if call.nbytes <= DIRECT_BYTES:
             return within + self._exchange(call.nbytes, machines.count - 1)
         return within + sum(self._merge_dtype(arrays, nbytes, machines.count) for arrays, nbytes in call.packs)
 
     def _merge_dtype(self, arrays: int, nbytes: int, ranks: int) -> float:
-        """`RingAlgorithm._reduce_array` or `_reduce_pack`: packs go around one after the other."""
+        """Duration of `RingAlgorithm._reduce_array` or `_reduce_pack`. Packs go around the ring one after another."""
         if arrays == 1:
             return self._ring(nbytes, ranks)
         whole, rest = divmod(nbytes, PACK_BYTES)
@@ -110,15 +111,15 @@ class CollectiveCosts:
         return nbytes * self.software.pack_byte_s + rings
 
     def _ring(self, nbytes: int, ranks: int) -> float:
-        """2 (n - 1) steps. In each a share travels on, chunk by chunk: as fast as the link, or as this software, and
-        not faster than its first chunk arrives and is merged."""
+        """Duration of a ring: 2 (n - 1) steps. In each step, a share moves on chunk by chunk at the rate of the link or
+        this software, whichever is slower. A step takes at least as long as the hop of its first chunk."""
         share = nbytes / ranks
         chunk = min(share, CHUNK_BYTES)
         step = max(share * self._byte_s(chunk), self._hop(chunk))
         return 2 * (ranks - 1) * step
 
     def _byte_s(self, chunk: float) -> float:
-        """Of a byte in a stream of packets: the link and the processor work at the same time."""
+        """Seconds per byte in a stream of packets. The link and the processor work in parallel."""
         return max(1 / self.link.bytes_per_s, self.software.link_byte_s + self.software.message_s / chunk)
 
     def _hop(self, nbytes: float) -> float:
@@ -126,23 +127,24 @@ class CollectiveCosts:
         return nbytes / link.bytes_per_s + link.latency_s + software.hop_s + nbytes * software.link_byte_s
 
     def _exchange(self, nbytes: float, peers: int) -> float:
-        """A packet to each of the others, and one from each."""
+        """Duration of sending a packet to each peer and receiving one from each."""
         if peers == 0:
             return 0.0
-        # The first packet takes a hop; those of the other peers queue behind it, at the link or at the core.
+        # The first packet takes a hop; the packets for the other peers queue behind it, for the link or the core.
         each = max(nbytes / self.link.bytes_per_s, nbytes * self.software.link_byte_s + self.software.message_s)
         return self._hop(nbytes) + (peers - 1) * each
 
     def _broadcast(self, nbytes: int, ranks: int) -> float:
-        """All meet; then each gets a small payload from the root, and a large one chunk by chunk from its neighbour."""
+        """Duration of a broadcast: all ranks meet, then each receives a small payload from the root, and a large one
+        chunk by chunk from its neighbor."""
         meeting = self._exchange(0, ranks - 1)
         if nbytes <= DIRECT_BYTES:
             return meeting + self._exchange(nbytes, ranks - 1)
-        # A pipeline: all bytes pass the last link, behind the first chunk's way through the ranks before it.
+        # A pipeline: all bytes pass the last link, after the first chunk has passed the ranks before it.
         return meeting + nbytes * self._byte_s(CHUNK_BYTES) + max(0, ranks - 2) * self._hop(CHUNK_BYTES)
 
     # Within a machine.
 
     def _through_memory(self, nbytes: float, workers: int) -> float:
-        """All workers of a machine copy at once, and share its memory's bandwidth: two were measured."""
+        """All workers of a machine copy at the same time and share its memory bandwidth. Two were measured."""
         return nbytes * self.software.local_byte_s * workers / 2 if workers > 1 else 0.0

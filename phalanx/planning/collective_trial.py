@@ -1,4 +1,4 @@
-"""Measures what collectives cost on this machine beyond the network: two processes on a core each, over loopback."""
+"""Measures what collectives cost on this machine beyond the network: two processes, one core each, over loopback."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BOUND_S = 300.0
 
 
 def measure_costs(*, encrypted: bool) -> SoftwareCosts:
-    """Measure the costs of collectives on this machine. Takes about two seconds.
+    """Measure the costs of collectives on this machine. This takes about two seconds.
 
     Args:
         encrypted: Whether to encrypt, as between hosts in a job with a secret.
@@ -40,7 +40,7 @@ def measure_costs(*, encrypted: bool) -> SoftwareCosts:
     Raises: PhalanxError if the two processes do not finish.
     """
     keys = [secrets.token_bytes(KEY_BYTES) for _ in range(2)] if encrypted else []
-    # Forked children inherit the sockets, and import nothing again.
+    # Forked children inherit the sockets and the imported modules.
     context = multiprocessing.get_context("fork")
     pairs = [_tcp_pair() for _ in range(2)]
     reader, writer = context.Pipe(duplex=False)
@@ -50,7 +50,7 @@ def measure_costs(*, encrypted: bool) -> SoftwareCosts:
     ]
     for process in others:
         process.start()
-    writer.close()  # so that `recv` raises when both children have ended without a result
+    writer.close()  # so that `recv` raises if both children exit without a result
     for end in itertools.chain.from_iterable(pairs):
         end.close()
     try:
@@ -66,16 +66,16 @@ def measure_costs(*, encrypted: bool) -> SoftwareCosts:
 
 
 def _costs(seconds: dict[str, float]) -> SoftwareCosts:
-    """From the durations of a few all-reduces, what their parts cost."""
-    # Two ranks: in a ring of two, each sends and receives every byte once.
+    """Derive the cost of each part from the durations of a few all-reduces."""
+    # In a ring of two ranks, each rank sends and receives every byte once.
     link_byte_s = seconds["one array"] / LARGE_BYTES
-    packets = LARGE_BYTES / SMALL_CHUNK_BYTES - LARGE_BYTES / CHUNK_BYTES  # more of them, for as many bytes
+    packets = LARGE_BYTES / SMALL_CHUNK_BYTES - LARGE_BYTES / CHUNK_BYTES  # extra packets for the same bytes
     message_s = max(0.0, seconds["small chunks"] - seconds["one array"]) / packets
     return SoftwareCosts(
         link_byte_s=link_byte_s,
         pack_byte_s=max(0.0, seconds["many arrays"] - seconds["one array"]) / LARGE_BYTES,
         message_s=message_s,
-        # Twice DIRECT_BYTES in a ring of two are two hops of one chunk each.
+        # In a ring of two, 2 * DIRECT_BYTES take two hops of one chunk each.
         hop_s=max(message_s, seconds["one chunk"] / 2 - DIRECT_BYTES * link_byte_s),
         local_byte_s=seconds["shared memory"] / LARGE_BYTES,
     )
@@ -100,7 +100,7 @@ def _run_rank(rank: int, pairs: Sequence[Sequence[socket.socket]], keys: Sequenc
 
 
 def _membership(rank: int, ends: Sequence[socket.socket], keys: Sequence[bytes]) -> Membership:
-    """Two members on this machine, seen from one of them. Each communicator gets a link of its own."""
+    """Membership of two members on this machine, as seen by one of them. Each communicator gets its own link."""
     ends[1 - rank].close()
     link = Link(ends[rank], f"worker/{1 - rank}")
     if keys:
@@ -116,7 +116,7 @@ def _set_chunks(communicator: HostCommunicator, chunk_bytes: int) -> None:
 
 
 def _time(communicator: Communicator, sizes: Sequence[int]) -> float:
-    """Seconds of an all-reduce of arrays of so many bytes."""
+    """Measure the seconds of an all-reduce of arrays of these sizes in bytes."""
     arrays: list[Array] = [np.ones(size // 4, np.float32) for size in sizes]
     merged = [np.empty_like(array) for array in arrays]
 

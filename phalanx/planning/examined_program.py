@@ -1,4 +1,4 @@
-"""Runs the user's program with a `PlanRequest`, until its first `fit` has written the result."""
+"""Runs the user's program with a `PlanRequest` until its first `fit` has written the result."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from phalanx.transport.decoding import decode_json
 R = TypeVar("R", bound=msgspec.Struct)
 
 MAX_REPLICAS = 8192
-"""A program can be told of so many: a variable of the environment holds 128 KiB, and TF_CONFIG names each of them."""
+"""TF_CONFIG names each replica, and an environment variable holds at most 128 KiB."""
 EXIT_S = 10.0
-"""A program that has written its result has so long to exit."""
+"""How long a program has to exit once it has written its result."""
 POLL_S = 0.05
 SHOWN_LINES = 15
 
@@ -51,7 +51,7 @@ _OF_A_JOB = (
     *(ELASTIC_COORDINATOR, HOST_GPUS, LISTEN_FD, LOCAL_REPLICAS, PROGRESS_FILE, RUN, SECRET, TF_CONFIG, TIMELINE),
     WORKER_BOOTSTRAP,
 )
-"""Set for the tasks of a job: an examined program belongs to none."""
+"""Variables of the tasks of a job. They are removed, because an examined program belongs to no job."""
 
 
 def examine(
@@ -63,7 +63,7 @@ def examine(
     *,
     cores: Sequence[int] = (),
 ) -> R:
-    """Run a program as the first of `request.replicas` workers, and read what its `fit` writes.
+    """Run a program as the first of `request.replicas` workers, and return the result that its `fit` writes.
 
     Args:
         program: Command line after `python`.
@@ -71,9 +71,9 @@ def examine(
         kind: Type of the result.
         environment: Environment variables of the program.
         timeout_s: Time limit of the program.
-        cores: The only cores that it may use; if empty, those of this process.
+        cores: Cores that it may use; if empty, the cores of this process.
 
-    Raises: PhalanxError if it exits or the time is up before it has written a result.
+    Raises: PhalanxError if the program exits or times out before it has written a result.
     """
     with tempfile.TemporaryFile() as output:
         with children_bound_to(cores):
@@ -83,7 +83,7 @@ def examine(
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is this process's, which then ends it
+                start_new_session=True,  # only this process receives Ctrl-C; it then ends the program
             )
         try:
             is_late = _wait(process, request.result, timeout_s)
@@ -97,12 +97,12 @@ def examine(
 
 
 def _wait(process: subprocess.Popen[bytes], result: Path, timeout_s: float) -> bool:
-    """Wait for the result, or the end of the program; returns whether it still runs without a result."""
+    """Wait for the result or the end of the program. Return whether it is still running without a result."""
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and not result.exists() and time.monotonic() < deadline:
         time.sleep(POLL_S)
     if result.exists():
-        # A program that catches SystemExit and continues: the answer is there already.
+        # A program may catch SystemExit and continue. Its result is already written.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(EXIT_S)
         return False
@@ -110,17 +110,17 @@ def _wait(process: subprocess.Popen[bytes], result: Path, timeout_s: float) -> b
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the program and all that it has started."""
+    """Kill the program and the processes that it started."""
     if process.poll() is None:
-        # It leads a process group (`start_new_session`), with whatever it has started.
+        # The program leads a process group (`start_new_session`), which includes the processes that it started.
         os.killpg(process.pid, 9)
         process.wait()
 
 
 def _environment(request: PlanRequest, environment: Mapping[str, str]) -> dict[str, str]:
-    # With an id the program is a worker of a launcher, and starts no replicas itself.
+    # With a job ID, the program acts as a worker of a launcher and starts no replicas itself.
     settings = {JOB_ID: "plan", PLAN: request.as_text()}
-    if request.topology:  # one program on all devices, in a process that has no cluster
+    if request.topology:  # one program on all devices, in a process without a cluster
         settings |= _topology_variables(parse_topology(request.topology))
     else:
         cluster = {"worker": [f"m{number}:1" for number in range(request.replicas)]}
@@ -129,7 +129,8 @@ def _environment(request: PlanRequest, environment: Mapping[str, str]) -> dict[s
 
 
 def _topology_variables(topology: DeviceTopology) -> dict[str, str]:
-    """Keras makes the model on this machine's CPU, in as many parts as the topology has devices."""
+    """Environment with which Keras builds the model on this machine's CPU, split into as many devices as the topology
+    has."""
     on_cpu = {"JAX_PLATFORMS": "cpu", CPU_DEVICES: str(topology.devices), KERAS_BACKEND: "jax"}
     return on_cpu | topology.tpu_variables
 
@@ -137,7 +138,7 @@ def _topology_variables(topology: DeviceTopology) -> dict[str, str]:
 def _failure(program: Sequence[str], code: int, output: str, timeout_s: float | None) -> str:
     lines = output.strip().splitlines()
     own_error = next((number for number, line in enumerate(lines) if line.startswith("phalanx.errors.")), 0)
-    lines = lines[own_error:][-SHOWN_LINES:]  # an error of Phalanx says what its traceback would
+    lines = lines[own_error:][-SHOWN_LINES:]  # an error of Phalanx needs no traceback
     shown = "".join(f"\n    {line}" for line in lines) or " nothing"
     name = " ".join(program[:2] if program[0].startswith("-") else program[:1])
     if code == 0:

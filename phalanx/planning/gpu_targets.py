@@ -1,7 +1,7 @@
-"""Descriptions of GPUs with which XLA compiles for them on machines that have none.
+"""Descriptions of GPUs that let XLA compile for them on machines without GPUs.
 
-XLA takes a `GpuTargetConfigProto` as text. The figures of the H200 were recorded on one (`--xla_dump_to` writes them);
-those of the others are NVIDIA's. https://openxla.org/xla/gpu_aot_compilation
+XLA takes a `GpuTargetConfigProto` as text. The figures of the H200 were recorded on an H200 (`--xla_dump_to` writes
+them); the others are from NVIDIA. https://openxla.org/xla/gpu_aot_compilation
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GpuTarget:
-    """A GPU.
+    """Specification of a GPU.
 
     Attributes:
         name: Name that its driver reports.
@@ -35,7 +35,7 @@ class GpuTarget:
     clock_ghz: float
 
     def as_text(self) -> str:
-        """The `GpuTargetConfigProto` of this GPU."""
+        """Return the `GpuTargetConfigProto` of this GPU."""
         major, minor = self.compute_capability
         return f"""
 gpu_device_info {{

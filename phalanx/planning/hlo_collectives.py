@@ -1,10 +1,10 @@
 """Finds collectives and host calls in the text of a compiled XLA program. All functions are pure.
 
-The text is a list of computations, one of which is the entry; others are loop bodies, fusions, or the parts into which
-the compiler has cut a collective so that it overlaps with arithmetic. Such parts repeat the collective with the same
-`channel_id`, so each channel counts once. On TPUs a reduce-scatter is an all-reduce in a computation called
+The text is a list of computations. One is the entry; others are loop bodies, fusions, or the parts of a collective that
+the compiler has split to overlap it with arithmetic. Such parts repeat the collective with the same `channel_id`, so
+each channel counts once. On TPUs a reduce-scatter is an all-reduce in a computation called
 `all-reduce-scatter`. Sources: XLA's HLO text as `jax.stages.Compiled.as_text` prints it, and
-https://openxla.org/xla/operation_semantics for what each operation does.
+https://openxla.org/xla/operation_semantics for the meaning of each operation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HOST = re.compile(
 
 
 class HloCollective(msgspec.Struct, frozen=True):
-    """One collective of a program.
+    """A collective of a program.
 
     Attributes:
         kind: One of `KINDS`.
@@ -85,8 +85,8 @@ def find_collectives(text: str, devices: int) -> list[HloCollective]:
         key = channel[1] if channel else f"line {number}"
         collective = _collective(match, line, group, runs.get(line.computation, 1))
         known = channels.get(key)
-        # Of the parts of one collective, a reduce-scatter counts before an all-reduce that belongs to it (as the names
-        # are ordered), and then the largest.
+        # Among the parts of one collective, a reduce-scatter takes precedence over its all-reduce (their names sort in
+        # this order), and then the largest part.
         if known is None or (known.kind, known.nbytes) < (collective.kind, collective.nbytes):
             channels[key] = collective
     return list(channels.values())
@@ -132,7 +132,7 @@ def _run_counts(text: str) -> dict[str, int]:
         for line in _lines(text)
         for called in _CALLED.findall(line.text)
     ]
-    runs: dict[str, int] = {}  # a computation with several callers counts for the one that runs it most
+    runs: dict[str, int] = {}  # a computation with several callers has the highest count among them
     # In the text, a computation precedes its callers.
     for caller, called, trips in reversed(calls):
         runs[called] = max(runs.get(called, 1), runs.get(caller, 1) * trips)
@@ -148,7 +148,7 @@ def _shape_bytes(shape: re.Match[str]) -> int:
 
 
 def _group_size(line: str, devices: int) -> int:
-    """Number of devices per group, which is written as a list, a reshaped range or axes of a mesh."""
+    """Number of devices per group. HLO writes groups as a list, a reshaped range, or axes of a mesh."""
     if listed := _LISTED_GROUPS.search(line):
         return len(listed[1].split(","))
     if iota := _IOTA_GROUPS.search(line):
@@ -156,4 +156,4 @@ def _group_size(line: str, devices: int) -> int:
     if mesh := _MESH_GROUPS.search(line):
         sizes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1]))
         return math.prod(int(sizes[axis]) for axis in re.findall(r"'([^']+)'", mesh[2]))
-    return devices  # no groups: all devices. The pairs of a permute need none.
+    return devices  # without groups: all devices; the pairs of a permute need no groups

@@ -1,4 +1,4 @@
-"""Resources of a step that was compiled for absent devices, as written by the examined program."""
+"""Resources of a step that was compiled for devices that are not available, as written by the examined program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step that was compiled for a topology, for the reader."""
+"""The report about a step that was compiled for a topology."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phalanx.planning.scaling_report import byte_count, milliseconds, render_row
 
 
 class Bound(NamedTuple):
-    """How long a step takes at least, for one reason."""
+    """A lower bound on the time of a step."""
 
     what: str
     seconds: float
@@ -20,8 +20,8 @@ class Bound(NamedTuple):
 
 
 def bounds(measurement: ProgramMeasurement, topology: DeviceTopology) -> list[Bound]:
-    """The least times of a step on these devices, the longest first, without what the compiler does not
-    tell; none for a CPU, whose figures differ too much."""
+    """Lower bounds on the time of a step on these devices, longest first. Bounds that the compiler does not report are
+    left out. Empty for CPUs, because their figures vary too much."""
     device = topology.accelerator
     if device is None:
         return []
@@ -49,7 +49,7 @@ def bounds(measurement: ProgramMeasurement, topology: DeviceTopology) -> list[Bo
 
 
 def fits(measurement: ProgramMeasurement, topology: DeviceTopology) -> bool | None:
-    """Whether a device has the memory for a step; None where that is not known."""
+    """Whether a step fits into the memory of a device; None if unknown."""
     if measurement.refusal:
         return False
     device = topology.accelerator
@@ -57,7 +57,7 @@ def fits(measurement: ProgramMeasurement, topology: DeviceTopology) -> bool | No
 
 
 def render(measurement: ProgramMeasurement, topology: DeviceTopology) -> str:
-    """The report of `phalanx plan --topology`."""
+    """Render the report of `phalanx plan --topology`."""
     return "\n".join(_lines(measurement, topology))
 
 
@@ -107,7 +107,7 @@ def _verdict(measurement: ProgramMeasurement, topology: DeviceTopology) -> str:
 
 
 def _collective_lines(collectives: Sequence[HloCollective]) -> Iterator[str]:
-    """One line for all collectives of a kind, dtype and group, the largest traffic first."""
+    """One line per kind, dtype and group of collectives, largest traffic first."""
     if not collectives:
         yield "No collectives: the devices exchange nothing."
         return
@@ -127,7 +127,7 @@ def _sent(collectives: Sequence[HloCollective]) -> float:
 
 
 def count(number: float) -> str:
-    """`197 T`, for units that follow."""
+    """Format a number such as `197 T`, to be followed by a unit."""
     for unit in ("", "k", "M", "G", "T"):
         if number < 1000 or unit == "T":
             break

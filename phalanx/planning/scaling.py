@@ -1,4 +1,4 @@
-"""The time of a step on any number of machines, from steps that were measured for a few of them. All pure."""
+"""Predicts the step time for any number of machines from steps that were measured for a few. All pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from phalanx.planning.step_measurement import StepMeasurement
 
 @dataclass(frozen=True, slots=True)
 class StepPrediction:
-    """One training step of a job.
+    """Prediction of one training step of a job.
 
     Attributes:
-        machines: where it runs.
-        global_batch, local_batch: samples of all replicas, and of the one with the most.
-        computed_s: what a replica computes.
-        merged_s: what the collectives add to it.
+        machines: Machines of the job.
+        global_batch, local_batch: Samples of all replicas, and of the replica with the most.
+        computed_s: Compute time of a replica.
+        merged_s: Time that collectives add to it.
     """
 
     machines: Machines
@@ -57,21 +57,21 @@ class ScalingModel:
         self._times = sorted((float(size), sum(times) / len(times)) for size, times in by_size.items())
 
     def predict(self, machines: Machines) -> StepPrediction:
-        """One step on these machines."""
+        """Predict a step on these machines."""
         global_batch = interpolate(self._batches, machines.replicas)
-        # The replica with the most samples decides; 1e-9 forgives what interpolation has rounded.
+        # The replica with the most samples decides. 1e-9 absorbs rounding errors of the interpolation.
         local_batch = max(1, math.ceil(global_batch / machines.replicas - 1e-9))
         computed_s = max(interpolate(self._times, local_batch), 1e-9)
-        # Calls cannot be interpolated; what they take is computed for these machines.
+        # Calls cannot be interpolated. Their duration is computed for these machines.
         nearest = min(self._measurements, key=lambda each: abs(math.log(each.replicas / machines.replicas)))
         merged_s = sum(self._costs.seconds(call, machines) for call in nearest.collectives) / nearest.cycle
-        if nearest.overlaps:  # the exchange takes place during the steps of a period
+        if nearest.overlaps:  # the exchange runs during the steps of a period
             merged_s = max(0.0, merged_s - computed_s)
         return StepPrediction(machines, global_batch, local_batch, computed_s, merged_s)
 
 
 def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The value at `x` on straight lines through points, whose first and last lines continue.
+    """Interpolate linearly between points, and extrapolate the first and last segments.
 
     >>> interpolate([(0, 1), (2, 5)], 3)
     7.0
@@ -84,7 +84,7 @@ def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
 
 
 def machine_counts(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`, which is always there.
+    """Powers of two up to `most`, and `most` itself.
 
     >>> machine_counts(6)
     [1, 2, 4, 6]
@@ -93,7 +93,7 @@ def machine_counts(most: int) -> list[int]:
 
 
 def measured_counts(most: int) -> list[int]:
-    """For how many replicas a program is run: alone, as the most, and between.
+    """Numbers of replicas to measure a program with: one, the maximum, and one in between.
 
     >>> measured_counts(64)
     [1, 8, 64]

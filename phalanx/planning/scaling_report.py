@@ -1,4 +1,4 @@
-"""A prediction for the reader: a table, and a plot."""
+"""Renders predictions as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADINGS = ("machines", "batch", "per replica", "computes", "merges", "step", "s
 
 
 def render_table(predictions: Sequence[StepPrediction]) -> str:
-    """One line for each prediction. Speed-up and efficiency are in samples per second, against the first."""
+    """Render one line per prediction. Speed-up and efficiency compare samples per second with the first prediction."""
     first = predictions[0]
     rows = [HEADINGS]
     for each in predictions:
@@ -38,7 +38,7 @@ def render_table(predictions: Sequence[StepPrediction]) -> str:
 
 
 def render_rows(rows: Sequence[Sequence[str]], alignments: str) -> str:
-    """Rows of cells as lines, with columns aligned to the left (`<`) or right (`>`)."""
+    """Render rows of cells as lines, with columns aligned left (`<`) or right (`>`)."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -48,7 +48,7 @@ def render_rows(rows: Sequence[Sequence[str]], alignments: str) -> str:
 
 
 def describe_measurement(measurement: StepMeasurement) -> str:
-    """The measurement in a line."""
+    """Describe a measurement in one line."""
     period = "" if measurement.cycle == 1 else f", as the mean of {measurement.cycle} steps"
     return (
         f"{measurement.weights:,} weights on {measurement.backend}; a replica merges "
@@ -57,7 +57,7 @@ def describe_measurement(measurement: StepMeasurement) -> str:
 
 
 def describe_costs(costs: CollectiveCosts) -> str:
-    """What bounds the bytes, in a line."""
+    """Describe in one line what limits the data rate."""
     software = 1 / costs.software.link_byte_s
     link, latency = costs.link.bytes_per_s, milliseconds(costs.link.latency_s)
     slower = "the link" if link < software else "the core"
@@ -68,14 +68,14 @@ def describe_costs(costs: CollectiveCosts) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """`12.3 ms`, with three digits that count."""
+    """Format a duration such as `12.3 ms`, with three significant digits."""
     value = 1e3 * seconds
     digits = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:,.{digits}f} ms"
 
 
 def byte_count(count: float) -> str:
-    """`1.5 MB`."""
+    """Format a size such as `1.5 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             break
@@ -84,7 +84,10 @@ def byte_count(count: float) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Raises: ConfigurationError if a plot cannot be written to this file."""
+    """Check that a plot can be written to this file.
+
+    Raises: ConfigurationError if it cannot.
+    """
     if path.suffix.lower() not in (".svg", ".png"):
         raise ConfigurationError(f"--plot {path}: write a file name that ends with .svg or .png.")
     directory = path.absolute().parent
@@ -111,7 +114,7 @@ def plot(predictions: Sequence[StepPrediction], marked: int, path: Path, title: 
     """
     import matplotlib
 
-    matplotlib.use("Agg")  # draws to files, also where there is no screen
+    matplotlib.use("Agg")  # draws to files; needs no screen
     from matplotlib import pyplot
 
     counts = [each.machines.count for each in predictions]
@@ -134,7 +137,7 @@ def plot(predictions: Sequence[StepPrediction], marked: int, path: Path, title: 
     figure.suptitle(title)
     try:
         figure.savefig(path, dpi=120)
-    except OSError as error:  # the measurements took minutes, and are shown already
+    except OSError as error:  # the measurements took minutes, and their table is already shown
         raise ConfigurationError(f"--plot {path}: the file cannot be written: {error.strerror}.") from error
     finally:
         pyplot.close(figure)

@@ -1,4 +1,4 @@
-"""A member of a job whose other members do not exist, for a program that `phalanx plan` examines."""
+"""A simulated member of a job, for a program that `phalanx plan` examines. The other members do not exist."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from phalanx.config.job_config import JobConfig
 
 @dataclass(eq=False)
 class SimulatedNode(FixedNode):
-    """Rank 0 of many.
+    """Rank 0 of a simulated job.
 
     Attributes:
-        recording: notes what this rank brings to each collective.
+        recording: Algorithm that records what this rank contributes to each collective.
     """
 
     recording: RecordingAlgorithm
 
     def connect(self) -> HostCommunicator:
-        """The communicator of all members, of which only this one computes."""
+        """Return the communicator of all members. Only this member computes."""
         return HostCommunicator(Mesh(self.membership), self.recording, "simulated", self.config.timeout_s)
 
 
 def simulate_node(cluster: ClusterResolver, facts: JobFacts, config: JobConfig, replicas: int) -> SimulatedNode:
-    """This process as the first of so many members, each on another host."""
+    """Return this process as the first of `replicas` members, each on a different host."""
     me = TaskIdentity(cluster.cluster_spec(), cluster.task() or Task(WORKER, 0), facts, config)
     own = me.description
     members = tuple(

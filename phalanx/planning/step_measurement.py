@@ -1,4 +1,4 @@
-"""Compute and communication of one replica's step, as exchanged by the examined program and `phalanx plan`."""
+"""Computation and communication of one replica's step, as sent from the examined program to `phalanx plan`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from phalanx.collectives.host.recording_algorithm import RecordedCall
 
 
 class StepMeasurement(msgspec.Struct, frozen=True):
-    """The steps of one replica among `replicas`.
+    """Measured steps of one replica among `replicas`.
 
     Attributes:
-        replicas: Number of replicas that was simulated for the program.
+        replicas: Number of replicas in the simulated job.
         local_batch, global_batch: Samples per step, of this replica and of all replicas.
         computed_s: Median time of a step without its collectives.
         steps: Number of steps that were measured.
