@@ -81,7 +81,7 @@ class Tensors(ABC):
         return self.call(merge, gradients)
 
     @staticmethod
-    def failure_behind(error: BaseException) -> BaseException | None:
+    def find_cause(error: BaseException) -> BaseException | None:
         """Return the error of a host function that the backend has wrapped in this one; None if there is none."""
         return None
 
@@ -100,7 +100,7 @@ class Tensors(ABC):
         return nullcontext()
 
     @staticmethod
-    def merging_variables(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
+    def variable_merge_scope(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
         """Context in which new variables of the backend itself (not Keras's) belong to the `current_parts()` at their
         creation, if there are any."""
         return nullcontext()

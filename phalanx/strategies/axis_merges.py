@@ -17,7 +17,7 @@ from phalanx.training.joint_batches import all_gather_rows
 from phalanx.training.replica import Replica
 
 
-def reduced(value: Any, op: ReduceOp, axes: tuple[int, ...]) -> Any:
+def reduce_global(value: Any, op: ReduceOp, axes: tuple[int, ...]) -> Any:
     """Reduce a global array along some of its axes."""
     names = {ReduceOp.MAX: "max", ReduceOp.MIN: "min", ReduceOp.PRODUCT: "prod", ReduceOp.MEAN: "mean"}
     return getattr(keras.ops, names.get(op, "sum"))(value, axis=axes)
@@ -45,7 +45,9 @@ def reduce_along(replica: Replica, op: ReduceOp, arrays: list[Array], axes: tupl
     # NumPy has no maximum of an empty array (unlike a sum or product), but a replica with an empty part must take part.
     empty = {ReduceOp.MAX: -np.inf, ReduceOp.MIN: np.inf}.get(op)
     local = [
-        _full(array, axes, empty) if empty and not _elements(array.shape, axes) else np.asarray(along(array, axis=axes))
+        _neutral_element(array, axes, empty)
+        if empty and not _elements(array.shape, axes)
+        else np.asarray(along(array, axis=axes))
         for array in wide
     ]
     # NumPy sums small integers in int64, and booleans as numbers; the ranks merge in the dtype of the values.
@@ -59,7 +61,7 @@ def _elements(shape: Sequence[int], axes: tuple[int, ...]) -> Array:
     return np.array([math.prod(shape[axis] for axis in axes)], np.int64)
 
 
-def _full(array: Array, axes: tuple[int, ...], value: float) -> Array:
+def _neutral_element(array: Array, axes: tuple[int, ...], value: float) -> Array:
     """The neutral element of a maximum (minimum) for an empty part: the least (greatest) value of its dtype."""
     if array.dtype.kind in "iu":
         limits = np.iinfo(array.dtype)
@@ -69,11 +71,11 @@ def _full(array: Array, axes: tuple[int, ...], value: float) -> Array:
     return np.full(np.delete(array.shape, axes), value, array.dtype)
 
 
-def spread_along(
-    replica: Replica, op: ReduceOp, flowing: list[Array], shapes: list[tuple[int, ...]], axes: tuple[int, ...]
+def reduce_gradient(
+    replica: Replica, op: ReduceOp, gradients: list[Array], shapes: list[tuple[int, ...]], axes: tuple[int, ...]
 ) -> list[Array]:
     """The gradient of `reduce_along`: the gradient of a sum is the gradient of each of its elements."""
-    totals = replica.communicator.all_reduce(flowing)
+    totals = replica.communicator.all_reduce(gradients)
     if op is ReduceOp.MEAN:
         counts = replica.communicator.all_reduce([_elements(shape, axes) for shape in shapes])
         totals = [(total / count[0]).astype(total.dtype) for total, count in zip(totals, counts, strict=True)]
@@ -91,9 +93,9 @@ def gather_along(replica: Replica, array: Array, axis: int) -> Array:
     return np.ascontiguousarray(np.moveaxis(np.concatenate(parts), 0, axis))
 
 
-def own_parts(replica: Replica, flowing: list[Array], shapes: list[tuple[int, ...]], axis: int) -> list[Array]:
+def gather_gradient(replica: Replica, gradients: list[Array], shapes: list[tuple[int, ...]], axis: int) -> list[Array]:
     """The gradient of `gather_along`: the part of this replica's values in the sum of all replicas' gradients."""
-    totals = replica.communicator.all_reduce(flowing)
+    totals = replica.communicator.all_reduce(gradients)
     lengths = replica.communicator.all_gather(np.array([shape[axis] for shape in shapes], np.int64))
     # One start for each array. On rank 0, the sum over no ranks is a single 0, which `broadcast_to` repeats.
     starts = np.sum(lengths[: replica.rank], axis=0, dtype=np.int64)
@@ -110,6 +112,6 @@ def without_axes(shape: Shape, axes: tuple[int, ...]) -> Shape:
     return [length for place, length in enumerate(shape) if place not in gone]
 
 
-def with_open_axis(shape: Shape, axis: int) -> Shape:
+def with_unknown_axis(shape: Shape, axis: int) -> Shape:
     """The shape with the length of one axis unknown."""
     return [None if place in (axis, axis + len(shape)) else length for place, length in enumerate(shape)]

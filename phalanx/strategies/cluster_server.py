@@ -17,11 +17,11 @@ from phalanx.parameter_server.server.shard_group import SNAPSHOT_INTERVAL_S
 from phalanx.runtime import process_exit, progress
 from phalanx.strategies.parameter_server_strategy import (
     ParameterServerStrategy,
-    identify_task_of,
+    identify_task,
     join_as_worker,
     serve,
 )
-from phalanx.strategies.strategy import install_hook
+from phalanx.strategies.strategy import install_trainer_hook
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
 
@@ -72,15 +72,15 @@ class Server:
             )
         spec = ClusterSpec(server_or_cluster_def)
         self._resolver = SimpleClusterResolver(spec, task_type=job_name, task_id=task_index)
-        self._me = identify_task_of(self._resolver)
+        self._identity = identify_task(self._resolver)
         if job_name == WORKER:
             self._check_worker(spec)
-        self._durability = snapshot_dir, snapshot_seconds, replication
+        self._server_options = snapshot_dir, snapshot_seconds, replication
 
     @property
     def target(self) -> str:
         """The address of this task, as TensorFlow writes it."""
-        return f"grpc://{self._me.address}"
+        return f"grpc://{self._identity.address}"
 
     def start(self) -> None:
         """Do nothing: `join` starts to serve."""
@@ -90,20 +90,20 @@ class Server:
 
         `tf.distribute.Server.join` does not return either: programs expect only the chief to run past it.
         """
-        if self._me.task.type == PS:
-            serve(self._me, *self._durability)
+        if self._identity.task.type == PS:
+            serve(self._identity, *self._server_options)
         else:
             process_exit.install()
             prepare()
-            install_hook()
+            install_trainer_hook()
             progress.report("waits for the chief")
-            WorkerServer(self._me, self._take_part, coordinator_of_worker).run()
+            WorkerServer(self._identity, self._join_job, coordinator_of_worker).run()
         sys.exit(0)
 
-    def _take_part(self, settings: WorkerSettings) -> tuple[ParameterServerStrategy, ParameterServerWorker]:
+    def _join_job(self, settings: WorkerSettings) -> tuple[ParameterServerStrategy, ParameterServerWorker]:
         """As a worker: join the job with the chief's settings."""
         worker = join_as_worker(
-            self._me,
+            self._identity,
             settings.rules,
             settings.partitioner,
             settings.compression,
@@ -111,17 +111,17 @@ class Server:
             settings.return_s,
             is_replicated=settings.is_replicated,
         )
-        return ParameterServerStrategy.of_worker(worker, self._resolver), worker
+        return ParameterServerStrategy.for_worker(worker, self._resolver), worker
 
     def _check_worker(self, spec: ClusterSpec) -> None:
         if not any(task.type == CHIEF for task in spec.tasks):
             raise ConfigurationError(
-                f"{self._me.task} would serve the program of the chief, and the cluster has none: {spec.as_dict()}. "
-                f"Add a task 'chief' (`phalanx run --ps 1 --chief --workers 2`), or run the same program on all tasks, "
-                f"without Server."
+                f"{self._identity.task} would serve the program of the chief, and the cluster has none: "
+                f"{spec.as_dict()}. Add a task 'chief' (`phalanx run --ps 1 --chief --workers 2`), or run the same "
+                f"program on all tasks, without Server."
             )
-        if not self._me.config.secret:
+        if not self._identity.config.secret:
             raise ConfigurationError(
-                f"The chief sends code to {self._me.task}, so no one else may be able to: set {SECRET} to the same "
-                f"random value for all tasks, or start the job with `phalanx run`, which does so."
+                f"The chief sends code to {self._identity.task}, so no one else may be able to: set {SECRET} to the "
+                f"same random value for all tasks, or start the job with `phalanx run`, which does so."
             )

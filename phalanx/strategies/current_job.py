@@ -178,7 +178,7 @@ def leave_job() -> None:
 def _join(resolver: ClusterResolver, options: CommunicationOptions, devices: Sequence[str] | None) -> CurrentJob:
     process_exit.install()
     # Before the backend queries devices.
-    task_replicas.use_first(devices or ())
+    task_replicas.hide_other_devices(devices or ())
     prepare(deterministic=options.deterministic)
     config = JobConfig.from_environment()
     timeout_s = options.timeout_seconds or config.collectives.stall_shutdown_s or config.timeout_s

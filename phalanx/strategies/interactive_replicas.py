@@ -50,23 +50,23 @@ from phalanx.strategies.replica_calls import (
     Call,
     Done,
     Failed,
-    KeptModels,
+    FailureConfirmed,
     Message,
     PackedCall,
     Ready,
-    Settled,
+    RecentModels,
 )
 from phalanx.training import model_dispatch
 from phalanx.transport.decoding import Decoder
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 
-CAUSE_S = 5.0
+ERROR_WAIT_S = 5.0
 """Seconds to wait for the error of a failed replica, which sends it before its connection closes."""
 
 _MESSAGES = Decoder(Message)
 _encode = msgspec.msgpack.Encoder().encode
-_LOST = (LinkClosedError, LinkTimeoutError, FrameError)
+_LINK_ERRORS = (LinkClosedError, LinkTimeoutError, FrameError)
 
 
 class InteractiveReplicas:
@@ -82,12 +82,12 @@ class InteractiveReplicas:
         self.devices = list(devices)
         self._join = join
         self._tensors = make_tensors()
-        self._session: _Session | None = None  # None between a failure and the next call
+        self._processes: _ReplicaProcesses | None = None  # None between a failure and the next call
         self._is_replaced = False
-        session = self._start()
-        self.job = session.job
-        self.replica = session.job.replica
-        self._idle(session)
+        processes = self._start()
+        self.job = processes.job
+        self.replica = processes.job.replica
+        self._disable_collectives(processes)
         self.replica.calls, self.replica.has_copies = self, True
 
     @contextmanager
@@ -101,31 +101,31 @@ class InteractiveReplicas:
             )
         # Packed first: if something cannot be sent, only this call fails, and the session continues.
         call = replica_calls.pack(model, method, arguments, self.replica.cross_device_ops, self._tensors)
-        session = self._session or self._restart()
+        processes = self._processes or self._restart()
         try:
-            if session.send(model, call, self._tensors):
+            if processes.send(model, call, self._tensors):
                 model_dispatch.forget_trainer(model)  # its knowledge of the others does not apply to a new copy
         except BaseException:
-            if not session.is_refused:
+            if not processes.is_rejected:
                 self.stop()  # some replicas may have begun the call
             raise
         # All replicas have received the call, and take part in its collectives.
-        self.replica.communicator = session.communicator
+        self.replica.communicator = processes.communicator
         try:
             yield
-            session.finish()
+            processes.finish()
         except BaseException as error:
             # After an interrupt, the others wait for this process in a collective, until the session closes.
-            lasts = isinstance(error, Exception) and session.settle(error)
-            cause = session.cause_of(error)
-            if not lasts:
+            survives = isinstance(error, Exception) and processes.confirm_common_failure(error)
+            cause = processes.cause_of(error)
+            if not survives:
                 self.stop()
             if cause is not None:
                 raise cause from error
             raise
         finally:
-            session.note_building(model)
-            self._idle(session)
+            processes.record_built_state(model)
+            self._disable_collectives(processes)
 
     def replace(self) -> None:
         """End these replicas because others replace them. Their models can no longer be called."""
@@ -134,47 +134,47 @@ class InteractiveReplicas:
 
     def stop(self) -> None:
         """End the other replicas. Safe to call twice."""
-        session, self._session = self._session, None
-        if session is not None:
-            session.close()
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.close()
 
-    def _start(self) -> _Session:
-        self._session = session = _Session(self.devices, self._join)
-        session.job.before_leaving(self.stop)  # also if the program calls `leave_job`: the next call joins again
-        return session
+    def _start(self) -> _ReplicaProcesses:
+        self._processes = processes = _ReplicaProcesses(self.devices, self._join)
+        processes.job.before_leaving(self.stop)  # also if the program calls `leave_job`: the next call joins again
+        return processes
 
-    def _restart(self) -> _Session:
-        session = self._start()
-        session.job.replica = self.replica  # the owner of the models
-        return session
+    def _restart(self) -> _ReplicaProcesses:
+        processes = self._start()
+        processes.job.replica = self.replica  # the owner of the models
+        return processes
 
-    def _idle(self, session: _Session) -> None:
+    def _disable_collectives(self, processes: _ReplicaProcesses) -> None:
         """Disable collectives between calls, when the other replicas do not take part."""
-        self.replica.communicator = cast(Communicator, _IdleCommunicator(session.communicator))
+        self.replica.communicator = cast(Communicator, _IdleCommunicator(processes.communicator))
 
 
-class _Session:
+class _ReplicaProcesses:
     """One set of replica processes, from start to end, and their job, in which this process is rank 0."""
 
     def __init__(self, devices: Sequence[str], join: Callable[[], CurrentJob]) -> None:
         self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of the session's models
         self._next_number = itertools.count()
-        self._unbuilt: weakref.WeakSet[Any] = weakref.WeakSet()  # models that were not built by their last call
-        self._digests: KeptModels[bytes] = KeptModels()  # of the models held by the replicas
+        self._unbuilt_models: weakref.WeakSet[Any] = weakref.WeakSet()  # models that were not built by their last call
+        self._digests: RecentModels[bytes] = RecentModels()  # of the models held by the replicas
         self._errors: dict[Rank, function_call.CallRaised] = {}  # raised by replicas in the current call
-        self._processes: LocalReplicas | None = None
+        self._local_replicas: LocalReplicas | None = None
         # For the processes, which inherit the variables, and for `join`; the session's program must not see them.
         with temporary_variables():
             try:
                 variables = {"KERAS_BACKEND": keras.backend.backend(), "KERAS_FLOATX": keras.config.floatx(), **QUIET}
-                self._processes = start_serving_replicas(devices, SERVER, variables)
+                self._local_replicas = start_serving_replicas(devices, SERVER, variables)
                 self.job = join()
             except BaseException:
-                if self._processes is not None:
-                    self._processes.kill()
+                if self._local_replicas is not None:
+                    self._local_replicas.kill()
                 raise
         self.communicator = self.job.replica.communicator
-        self._links = _Arrivals(self.job, len(devices) - 1)
+        self._links = _ReplicaLinks(self.job, len(devices) - 1)
         self.job.register(PURPOSE, self._links)
         self._timeout_s = self.job.identity.config.timeout_s
         atexit.register(self.close)
@@ -188,10 +188,10 @@ class _Session:
         links = self._links.wait(self._timeout_s, self._check)
         number = self._numbers.setdefault(model, next(self._next_number))
         # Only calls build a copy; the program does not.
-        is_new = self._digests.get(number) != call.digest or (model.built and model in self._unbuilt)
+        is_new = self._digests.get(number) != call.digest or (model.built and model in self._unbuilt_models)
         header = _encode(Call(call.method, number, is_new, list(call.arguments)))
-        described = [replica_calls.pack_model(call.described, tensors)] if is_new else []
-        buffers = [replica_calls.session_state(call), *described, *call.arguments.values()]
+        packed_model = [replica_calls.pack_model(call.strategy_model, tensors)] if is_new else []
+        buffers = [replica_calls.session_state(call), *packed_model, *call.arguments.values()]
         for rank in links:
             self._send(rank, header, buffers)
         # Wait until all have unpacked the call: a replica that fails to would be missing in the first collective.
@@ -200,17 +200,17 @@ class _Session:
         if (problem := self._first_error()) is not None:
             raise problem
         # The replicas have done the same, so both sides drop the same models.
-        self._digests.note(number, call.digest)
+        self._digests.record(number, call.digest)
         return is_new
 
     @property
-    def is_refused(self) -> bool:
+    def is_rejected(self) -> bool:
         """Whether no replica could unpack the current call, so that none has begun it."""
         return bool(self._errors) and len(self._errors) == len(self._links.links)
 
-    def note_building(self, model: Any) -> None:
+    def record_built_state(self, model: Any) -> None:
         """Record, after a call of a model, whether its copies are built."""
-        (self._unbuilt.discard if model.built else self._unbuilt.add)(model)
+        (self._unbuilt_models.discard if model.built else self._unbuilt_models.add)(model)
 
     def finish(self) -> None:
         """Wait until all replicas have returned from the call. Raises: the error of a replica; PeerLostError."""
@@ -219,7 +219,7 @@ class _Session:
         if (problem := self._first_error()) is not None:
             raise problem
 
-    def settle(self, error: Exception) -> bool:
+    def confirm_common_failure(self, error: Exception) -> bool:
         """Return whether all replicas raised an error of this type, so none waits for another; if so, notify them."""
         # After a mismatch, every later collective of this communicator raises the same error.
         if isinstance(error, PeerLostError | CollectiveMismatchError):
@@ -230,7 +230,7 @@ class _Session:
             return False
         try:
             for rank in self._links.links:
-                self._send(rank, _encode(Settled()))
+                self._send(rank, _encode(FailureConfirmed()))
         except PeerLostError:  # it failed long before the others, and no longer waits: `error` stays the cause
             return False
         return True
@@ -247,39 +247,39 @@ class _Session:
         atexit.unregister(self.close)
         for link in self._links.links.values():
             link.close()
-        if self._processes is not None:
-            self._processes.kill()
+        if self._local_replicas is not None:
+            self._local_replicas.kill()
         leave_job()
 
     def _send(self, rank: Rank, header: bytes, buffers: Sequence[bytes] = ()) -> None:
         try:
             self._links.links[rank].send(header, buffers, deadline=self._deadline())
-        except _LOST as error:
+        except _LINK_ERRORS as error:
             raise self._lost(rank, error) from error
 
     def _receive(self, rank: Rank, expected: type[Message], wait_s: float | None = None) -> None:
         deadline = self._deadline() if wait_s is None else time.monotonic() + wait_s
         try:
             header, buffers = self._links.links[rank].receive(deadline=deadline)
-        except _LOST as error:
+        except _LINK_ERRORS as error:
             raise self._lost(rank, error) from error
-        answer = _MESSAGES.decode(header)
-        if isinstance(answer, Failed):
+        reply = _MESSAGES.decode(header)
+        if isinstance(reply, Failed):
             raised = function_call.decode_result(bytes(buffers[0]))
             assert isinstance(raised, function_call.CallRaised)
             self._errors[rank] = raised
         else:
-            assert isinstance(answer, expected), answer
+            assert isinstance(reply, expected), reply
 
     def _collect_errors(self) -> None:
         """Receive, after a failure, the errors that other replicas have raised too."""
         for rank in self._links.links.keys() - self._errors.keys():
             with contextlib.suppress(PhalanxError):  # the replica was lost, or has not failed
-                self._receive(rank, Done, wait_s=CAUSE_S)
+                self._receive(rank, Done, wait_s=ERROR_WAIT_S)
 
     def _lost(self, rank: Rank, error: Exception) -> PeerLostError:
         member = self.job.membership.members[rank]
-        why = self._processes.failure if self._processes is not None else ""
+        why = self._local_replicas.failure if self._local_replicas is not None else ""
         return PeerLostError(
             f"The replica {member.task} of this session was lost: {why or error}. Call the method again; it begins "
             f"with the present weights.",
@@ -296,29 +296,29 @@ class _Session:
         return None
 
     def _check(self) -> None:
-        if self._processes is not None and self._processes.failure:
+        if self._local_replicas is not None and self._local_replicas.failure:
             raise PeerLostError(
-                f"A replica of this session has failed: {self._processes.failure}.", rank=-1, task="", host=""
+                f"A replica of this session has failed: {self._local_replicas.failure}.", rank=-1, task="", host=""
             )
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_s
 
 
-class _Arrivals:
+class _ReplicaLinks:
     """The links from the serving replicas, collected as they connect. A service of the listener."""
 
     def __init__(self, job: CurrentJob, count: int) -> None:
         self.links: dict[Rank, Link] = {}
-        self._me = job.identity
+        self._identity = job.identity
         self._count = count
         self._changed = threading.Condition()
 
     def admit(self, hello: Hello) -> Welcome:
-        return admit_worker(self._me, hello, range(1, self._count + 1), lambda rank: None)
+        return admit_worker(self._identity, hello, range(1, self._count + 1), lambda rank: None)
 
     def adopt(self, hello: Hello, link: Link) -> None:
-        rank = self._me.rank_of(hello.task)
+        rank = self._identity.rank_of(hello.task)
         assert rank is not None, "checked when it was admitted"
         with self._changed:
             self.links[rank] = link

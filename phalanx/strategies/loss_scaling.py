@@ -35,9 +35,9 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
             "take the mean: keras.losses.MeanSquaredError(reduction=None) gives one loss for each example."
         )
     if sample_weight is not None:
-        losses = losses * _beside(keras.ops.cast(sample_weight, losses.dtype), losses)
+        losses = losses * _squeeze_or_expand_weights(keras.ops.cast(sample_weight, losses.dtype), losses)
     if global_batch_size is None:
-        divisor = keras.ops.cast(keras.ops.shape(losses)[0] * _replicas(), losses.dtype)
+        divisor = keras.ops.cast(keras.ops.shape(losses)[0] * _summed_replicas(), losses.dtype)
     else:
         divisor = keras.ops.cast(global_batch_size, losses.dtype)
         # `fit` multiplies gradients by this replica's share of the batch; divide by that factor here.
@@ -46,7 +46,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     return keras.ops.divide_no_nan(keras.ops.sum(losses), divisor)
 
 
-def _beside(weights: Any, losses: Any) -> Any:
+def _squeeze_or_expand_weights(weights: Any, losses: Any) -> Any:
     """The weights with as many axes as the losses; the leading axes match."""
     missing = keras.ops.ndim(losses) - keras.ops.ndim(weights)
     if missing == -1 and weights.shape[-1] == 1:
@@ -59,10 +59,10 @@ def _beside(weights: Any, losses: Any) -> Any:
 def scale_regularization_loss(regularization_loss: Any) -> Any:
     """Divide a regularization loss by the number of replicas over which it will be summed
     (`tf.nn.scale_regularization_loss`)."""
-    return keras.ops.sum(keras.ops.convert_to_tensor(regularization_loss)) / _replicas()
+    return keras.ops.sum(keras.ops.convert_to_tensor(regularization_loss)) / _summed_replicas()
 
 
-def _replicas() -> int:
+def _summed_replicas() -> int:
     """The number of replicas over which losses will be summed."""
     if share_of_step() is not None:
         return 1

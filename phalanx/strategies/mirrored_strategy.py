@@ -22,7 +22,7 @@ from phalanx.launcher.local_replicas import is_program, start_local_replicas
 from phalanx.strategies.current_job import join_job
 from phalanx.strategies.device_meshes import mirrored_placement
 from phalanx.strategies.interactive_replicas import InteractiveReplicas
-from phalanx.strategies.spanning_job import join_spanning_job, on_mesh
+from phalanx.strategies.spmd_job import join_spmd_job, with_mesh
 from phalanx.strategies.strategy import Strategy
 from phalanx.training.training_policy import TrainingPolicy
 
@@ -67,15 +67,15 @@ class MirroredStrategy(Strategy):
         compression: Compression | str | None = None,
         synchronized_batch_norm: bool = False,
     ):
-        merges = cross_device_ops is not None or compression is not None  # as only replicas do
+        needs_replicas = cross_device_ops is not None or compression is not None  # as only replicas do
         if engine is None:
-            engine = SPMD if devices is None and not merges and _fits_one_program() else REPLICAS
+            engine = SPMD if devices is None and not needs_replicas and _prefers_spmd() else REPLICAS
         if engine not in (SPMD, REPLICAS):
             raise ConfigurationError(f"MirroredStrategy(engine={engine!r}): it is {SPMD!r} or {REPLICAS!r}.")
         if engine == SPMD:
-            replica = join_spanning_job("MirroredStrategy(engine='spmd')", TFConfigClusterResolver())
-            placement = _place(devices, merges=merges)
-            super().__init__(on_mesh(replica, placement), policy=TrainingPolicy(placement=placement))
+            replica = join_spmd_job("MirroredStrategy(engine='spmd')", TFConfigClusterResolver())
+            placement = _place(devices, needs_replicas=needs_replicas)
+            super().__init__(with_mesh(replica, placement), policy=TrainingPolicy(placement=placement))
             return
         name = type(self).__name__
         check_one_device(f"{name} with replicas", process_environment())
@@ -84,7 +84,7 @@ class MirroredStrategy(Strategy):
         self._devices = devices_of(devices, name, process_environment())
         is_started = JOB_ID in process_environment()  # by a launcher, or by the user's own process
         if not is_started and len(self._devices) > 1 and not is_program():
-            self.job = _interactive(self._devices).job
+            self.job = _session_replicas(self._devices).job
             if ops is not None:
                 self.job.replica.cross_device_ops = ops
             super().__init__(self.job.replica, self.job.resolver, policy)
@@ -108,7 +108,7 @@ class MirroredStrategy(Strategy):
         return (self._devices[min(self.rank, len(self._devices) - 1)],)
 
 
-def _fits_one_program() -> bool:
+def _prefers_spmd() -> bool:
     """Whether Keras runs on JAX and the launcher started the processes for one program, or this is the only process and
     sees several GPUs, or TPUs (a chip may be two devices)."""
     environment = process_environment()
@@ -119,9 +119,9 @@ def _fits_one_program() -> bool:
     return count_gpus(environment) > 1 or count_tpus() > 0
 
 
-def _place(devices: int | Sequence[str] | None, *, merges: bool) -> Placement:
+def _place(devices: int | Sequence[str] | None, *, needs_replicas: bool) -> Placement:
     """The placement of one compiled program over the devices."""
-    if merges:
+    if needs_replicas:
         raise ConfigurationError(
             "MirroredStrategy(engine='spmd') compiles one program, into which XLA puts the sums of gradients: "
             "cross_device_ops and compression say how replicas merge theirs. Leave them out, or write "
@@ -130,15 +130,15 @@ def _place(devices: int | Sequence[str] | None, *, merges: bool) -> Placement:
     return mirrored_placement(devices)
 
 
-_replicas: InteractiveReplicas | None = None  # of the interactive session
+_interactive_replicas: InteractiveReplicas | None = None  # of the interactive session
 
 
-def _interactive(devices: list[str]) -> InteractiveReplicas:
+def _session_replicas(devices: list[str]) -> InteractiveReplicas:
     """The replicas of this session, reused when a cell is run again."""
-    global _replicas
-    if _replicas is not None and _replicas.devices != devices:
-        _replicas.replace()
-        _replicas = None
-    if _replicas is None:
-        _replicas = InteractiveReplicas(devices, lambda: join_job(TFConfigClusterResolver(), None))
-    return _replicas
+    global _interactive_replicas
+    if _interactive_replicas is not None and _interactive_replicas.devices != devices:
+        _interactive_replicas.replace()
+        _interactive_replicas = None
+    if _interactive_replicas is None:
+        _interactive_replicas = InteractiveReplicas(devices, lambda: join_job(TFConfigClusterResolver(), None))
+    return _interactive_replicas

@@ -9,7 +9,7 @@ import keras
 from phalanx.engines.spmd.placement import AUTO, DATA, MODEL, Placement, make_mesh
 from phalanx.errors import ConfigurationError
 from phalanx.strategies.device_meshes import mesh_devices
-from phalanx.strategies.spanning_job import join_spanning_job, on_mesh
+from phalanx.strategies.spmd_job import join_spmd_job, with_mesh
 from phalanx.strategies.strategy import Strategy
 from phalanx.training.training_policy import TrainingPolicy
 
@@ -32,7 +32,7 @@ class ModelParallelStrategy(Strategy):
     """
 
     def __init__(self, layout_map: keras.distribution.LayoutMap | str = AUTO, mesh_shape: Sequence[int] | None = None):
-        replica = join_spanning_job("ModelParallelStrategy")
+        replica = join_spmd_job("ModelParallelStrategy")
         devices = mesh_devices()
         if isinstance(layout_map, keras.distribution.LayoutMap):
             mesh = _mesh_of(layout_map, mesh_shape, devices)
@@ -44,7 +44,7 @@ class ModelParallelStrategy(Strategy):
             raise ConfigurationError(
                 f"ModelParallelStrategy(layout_map={layout_map!r}): it is a keras.distribution.LayoutMap or 'auto'."
             )
-        super().__init__(on_mesh(replica, placement), policy=TrainingPolicy(placement=placement))
+        super().__init__(with_mesh(replica, placement), policy=TrainingPolicy(placement=placement))
 
 
 def _mesh_of(

@@ -105,42 +105,42 @@ class ParameterServerStrategy(Strategy):
     ):
         check_one_device(type(self).__name__, process_environment())
         resolver = as_resolver(cluster_resolver)
-        me = identify_task_of(resolver)
-        if me.task.type == PS:
+        identity = identify_task(resolver)
+        if identity.task.type == PS:
             set_variables(HIDE_GPUS)  # gradients arrive in host memory; the GPUs belong to the workers
-            serve(me, snapshot_dir, snapshot_seconds, replication)
+            serve(identity, snapshot_dir, snapshot_seconds, replication)
             sys.exit(0)
-        _check_replication(me, replication)
-        rules = _rules(me, synchronous, replicas_to_aggregate, staleness, overlap, refuse_nan)
+        _check_replication(identity, replication)
+        rules = _rules(identity, synchronous, replicas_to_aggregate, staleness, overlap, refuse_nan)
         cast = _cast(compression)
         if embedding_rows not in ("auto", True, False):
             raise ConfigurationError(f"embedding_rows is {embedding_rows!r}; write True, False or 'auto'.")
         # Workers connect to the servers only: there is no communicator between them.
         super().__init__(alone(), resolver)
         self._worker: ParameterServerWorker | None = None  # None on an evaluator, which trains alone
-        if me.task.type != EVALUATOR:
+        if identity.task.type != EVALUATOR:
             return_s = RETURN_TIMEOUT_S if snapshot_dir is not None or replication > 1 else 0.0
             self._worker = join_as_worker(
-                me,
+                identity,
                 rules,
                 variable_partitioner,
                 cast,
                 embedding_rows if embedding_rows == "auto" else bool(embedding_rows),
-                me.config.return_timeout_s or return_s,
+                identity.config.return_timeout_s or return_s,
                 is_replicated=replication > 1,
             )
-            if me.task.type == CHIEF and me.config.secret and len(me.tasks) > 1:
-                self._accept_workers(self._worker)
+            if identity.task.type == CHIEF and identity.config.secret and len(identity.tasks) > 1:
+                self._admit_workers(self._worker)
 
     @classmethod
-    def of_worker(cls, worker: ParameterServerWorker, resolver: ClusterResolver) -> ParameterServerStrategy:
+    def for_worker(cls, worker: ParameterServerWorker, resolver: ClusterResolver) -> ParameterServerStrategy:
         """Create the strategy of a worker that does not run the program itself."""
         strategy = cls.__new__(cls)
         Strategy.__init__(strategy, alone(), resolver)
         strategy._worker = worker
         return strategy
 
-    def _accept_workers(self, worker: ParameterServerWorker) -> None:
+    def _admit_workers(self, worker: ParameterServerWorker) -> None:
         """As the chief: admit workers that do not run the program themselves."""
         if worker.calls is None:
             worker.calls = calls = MethodCalls(worker, self, self._tensors)
@@ -227,17 +227,19 @@ class ParameterServerStrategy(Strategy):
         return replace(super()._distribution(), rank=0, world_size=1)
 
 
-def serve(me: TaskIdentity, snapshot_dir: str | os.PathLike[str] | None, snapshot_s: float, replication: int) -> None:
+def serve(
+    identity: TaskIdentity, snapshot_dir: str | os.PathLike[str] | None, snapshot_s: float, replication: int
+) -> None:
     """Run a parameter server until the job is over."""
     process_exit.install()
     if not snapshot_s > 0:
         raise ConfigurationError(f"snapshot_seconds is {snapshot_s}; it must be a time greater than 0.")
-    _check_replication(me, replication)
+    _check_replication(identity, replication)
     prepare()
     is_replicated = replication > 1
     # A replica is newer than any snapshot, so snapshots would only cost time.
-    snapshots = None if is_replicated else snapshots_of(me, None if snapshot_dir is None else Path(snapshot_dir))
-    server = ParameterServer(me, snapshots, snapshot_s, is_replicated=is_replicated)
+    snapshots = None if is_replicated else snapshots_of(identity, None if snapshot_dir is None else Path(snapshot_dir))
+    server = ParameterServer(identity, snapshots, snapshot_s, is_replicated=is_replicated)
     telemetry.current.read_server = lambda: server.figures
     telemetry.announce()
     progress.report("serves")
@@ -254,8 +256,8 @@ def _cast(compression: Compression | str | None) -> Float16 | BFloat16 | None:
     )
 
 
-def _check_replication(me: TaskIdentity, replication: int) -> None:
-    servers = sum(task.type == PS for task in me.spec.tasks)
+def _check_replication(identity: TaskIdentity, replication: int) -> None:
+    servers = sum(task.type == PS for task in identity.spec.tasks)
     if replication not in (1, 2):
         raise ConfigurationError(f"replication is {replication}; pass 2 for a replica of each shard, or 1 for none.")
     if replication > servers:
@@ -280,12 +282,12 @@ def _settings_of(worker: ParameterServerWorker) -> WorkerSettings:
 
 RANDOM_STATE = "random state"
 
-_joined_as: tuple[ClusterSpec, ParameterServerWorker] | None = None
+_joined_worker: tuple[ClusterSpec, ParameterServerWorker] | None = None
 """The cluster and worker of this process: a task has one port, so it joins one cluster, once."""
 
 
 def join_as_worker(
-    me: TaskIdentity,
+    identity: TaskIdentity,
     rules: UpdateRules,
     partitioner: Partitioner | None,
     compression: Float16 | BFloat16 | None,
@@ -295,32 +297,32 @@ def join_as_worker(
     is_replicated: bool,
 ) -> ParameterServerWorker:
     """Return the worker of this process, created on the first call; later strategies change its rules."""
-    global _joined_as
-    if _joined_as is None:
+    global _joined_worker
+    if _joined_worker is None:
         process_exit.install()
         prepare()
         worker = ParameterServerWorker(
-            client=ParameterServerClient(me, return_s, is_replicated=is_replicated),
-            number=me.rank,
-            workers=len(me.tasks),
+            client=ParameterServerClient(identity, return_s, is_replicated=is_replicated),
+            number=identity.rank,
+            workers=len(identity.tasks),
             rules=rules,
             partitioner=partitioner,
             compression=compression,
             embedding_rows=embedding_rows,
-            seed=f"{me.config.seed} {me.config.job_id}",
+            seed=f"{identity.config.seed} {identity.config.job_id}",
         )
-        _joined_as = (me.spec, worker)
+        _joined_worker = (identity.spec, worker)
         telemetry.current.read_gpu = gpu_figures.read
         telemetry.announce(lambda: worker.traffic)
-        if me.config.timeline is not None and me.rank >= 0:
-            timeline_relay.start_worker_recording(me, me.config.timeline.path)
+        if identity.config.timeline is not None and identity.rank >= 0:
+            timeline_relay.start_worker_recording(identity, identity.config.timeline.path)
         process_exit.at_exit(lambda: worker.client.close(process_exit.failure()))
         _share_random_state(worker)
         return worker
-    spec, worker = _joined_as
-    if spec != me.spec:
+    spec, worker = _joined_worker
+    if spec != identity.spec:
         raise ConfigurationError(
-            f"This process belongs to the cluster {spec} already, and a new strategy needs {me.spec}. A process "
+            f"This process belongs to the cluster {spec} already, and a new strategy needs {identity.spec}. A process "
             f"belongs to one cluster."
         )
     worker.rules, worker.partitioner, worker.compression = rules, partitioner, compression
@@ -346,7 +348,7 @@ def _share_random_state(worker: ParameterServerWorker) -> None:
         restore_random_state(bytes(state))
 
 
-def identify_task_of(resolver: ClusterResolver) -> TaskIdentity:
+def identify_task(resolver: ClusterResolver) -> TaskIdentity:
     spec, task = resolver.cluster_spec(), resolver.task()
     if not spec or not any(known.type == PS for known in spec.tasks):
         raise ConfigurationError(
@@ -366,14 +368,14 @@ def identify_task_of(resolver: ClusterResolver) -> TaskIdentity:
 
 
 def _rules(
-    me: TaskIdentity,
+    identity: TaskIdentity,
     synchronous: bool,
     replicas_to_aggregate: int | None,
     staleness: int | None,
     overlap: bool,
     refuse_nan: bool,
 ) -> UpdateRules:
-    workers = len(me.tasks)
+    workers = len(identity.tasks)
     if replicas_to_aggregate is not None:
         if not synchronous:
             raise ConfigurationError(
@@ -401,6 +403,6 @@ def _rules(
         else replicas_to_aggregate,
         staleness=-1 if staleness is None else staleness,
         refuse_nan=refuse_nan,
-        timeout_s=me.config.timeout_s,
+        timeout_s=identity.config.timeout_s,
         overlap=overlap,
     )

@@ -30,7 +30,7 @@ from phalanx.training.replica import Replica, alone
 
 logger = logging.getLogger(__name__)
 
-WATCH_S = 1.0
+POLL_S = 1.0
 """Seconds between two calls of `termination_watcher_fn`."""
 SAVE_MARGIN = 3.0
 """Part of a grace period kept for the last step and for saving, as a multiple of the longest step so far."""
@@ -97,8 +97,8 @@ class PreemptionCheckpointHandler:
                 "without it; where one program spans several processes, save with phalanx.ShardedCheckpoint."
             )
         self._config = termination_config or TerminationConfig()
-        self._saved = _saved_state(checkpoint_or_checkpoint_manager, checkpoint_dir, self._replica)
-        self._runs = self._saved.restore()  # completed runs, including those before a restart
+        self._state = _checkpointed_state(checkpoint_or_checkpoint_manager, checkpoint_dir, self._replica)
+        self._runs = self._state.restore()  # completed runs, including those before a restart
         # Replicas with separate directories would resume at different steps, each as if it were alone.
         restored = self._replica.gather(self._runs)
         if len(set(restored)) > 1:
@@ -106,7 +106,7 @@ class PreemptionCheckpointHandler:
                 f"The replicas restored checkpoints of different numbers of steps: {restored}, by rank. Pass a "
                 f"checkpoint_dir that all of them share."
             )
-        self._notice = _Notice(self._config.grace_period or 0.0)
+        self._notice = _PreemptionNotice(self._config.grace_period or 0.0)
         self._watches = ExitStack()
         self._watch()
 
@@ -135,17 +135,17 @@ class PreemptionCheckpointHandler:
             kwargs: Keyword arguments of `save_fn`.
         """
         # A collective before each step: each rank gets notice at a different time, or not at all.
-        if not self._replica.any(self._notice.is_due()):
+        if not self._replica.any(self._notice.is_time_to_save()):
             return
         self._watches.close()
-        self._saved.save(self._runs, self._config.save_fn, args, kwargs)
+        self._state.save(self._runs, self._config.save_fn, args, kwargs)
         self._replica.any(True)  # no replica exits before the checkpoint is written
         if self._config.exit_fn is None:
             raise PreemptedError(
                 f"The job was preempted after {self._runs} steps. It resumes when the program is started again."
             )
         self._config.exit_fn()
-        self._notice = _Notice(self._config.grace_period or 0.0)  # `exit_fn` returned: the program continues
+        self._notice = _PreemptionNotice(self._config.grace_period or 0.0)  # `exit_fn` returned: the program continues
         self._watch()
 
     @contextmanager
@@ -161,10 +161,10 @@ class PreemptionCheckpointHandler:
         if watcher is None:
             self._watches.enter_context(notified_by_signals(self._notice.signal))
         else:
-            self._watches.enter_context(_watching(watcher, self._notice))
+            self._watches.enter_context(_polling(watcher, self._notice))
 
 
-class _Notice:
+class _PreemptionNotice:
     """Notice that this rank is about to be preempted, and the time to save."""
 
     def __init__(self, grace_s: float) -> None:
@@ -181,7 +181,7 @@ class _Notice:
         """Record the duration of a step."""
         self._longest_s = max(self._longest_s, seconds)
 
-    def is_due(self) -> bool:
+    def is_time_to_save(self) -> bool:
         """Whether it is time to save."""
         if self._since is None:
             return False
@@ -189,13 +189,13 @@ class _Notice:
 
 
 @contextmanager
-def _watching(watcher: Callable[[], bool], notice: _Notice) -> Iterator[None]:
+def _polling(watcher: Callable[[], bool], notice: _PreemptionNotice) -> Iterator[None]:
     """Context in which a thread calls the program's function repeatedly."""
     stop = threading.Event()
 
     def watch() -> None:
         failure = ""
-        while not stop.wait(WATCH_S):
+        while not stop.wait(POLL_S):
             try:
                 is_announced = watcher()
             except Exception as error:  # a server that does not respond for a moment must not end the watch
@@ -214,7 +214,7 @@ def _watching(watcher: Callable[[], bool], notice: _Notice) -> Iterator[None]:
         stop.set()
 
 
-class _SavedState(Protocol):
+class _CheckpointedState(Protocol):
     def restore(self) -> int:
         """Restore the saved state, and return its number of steps; 0 if there is none."""
         ...
@@ -224,7 +224,7 @@ class _SavedState(Protocol):
         ...
 
 
-def _saved_state(given: Any, directory: str | os.PathLike[str] | None, replica: Replica) -> _SavedState:
+def _checkpointed_state(given: Any, directory: str | os.PathLike[str] | None, replica: Replica) -> _CheckpointedState:
     is_manager = hasattr(given, "latest_checkpoint")
     if not is_manager and not directory:
         raise ConfigurationError("Pass checkpoint_dir, where the checkpoint is saved when the job is preempted.")

@@ -12,7 +12,7 @@ from phalanx.collectives.communicator import ReduceOp
 from phalanx.errors import ConfigurationError
 
 
-def reduce_op_of(value: Any) -> ReduceOp:
+def to_reduce_op(value: Any) -> ReduceOp:
     """The `ReduceOp` for a name, a `ReduceOp`, or a `tf.distribute.ReduceOp`."""
     name = value if isinstance(value, str) else getattr(value, "name", None)
     try:
@@ -31,7 +31,7 @@ def as_float(leaf: Any) -> Any:
     return keras.ops.cast(leaf, keras.config.floatx()) if is_whole else leaf
 
 
-def on_present_leaves(function: Callable[[list[Any]], Iterable[Any]], value: Any) -> Any:
+def map_non_none_leaves(function: Callable[[list[Any]], Iterable[Any]], value: Any) -> Any:
     """Apply `function` to the list of a structure's leaves. None, such as the gradient of an unused variable, stays."""
     leaves = keras.tree.flatten(value)
     present = [leaf for leaf in leaves if leaf is not None]

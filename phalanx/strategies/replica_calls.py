@@ -62,14 +62,14 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     """The call raised the error in the buffer; see `function_call.CallRaised`."""
 
 
-class Settled(msgspec.Struct, frozen=True, tag=True):
+class FailureConfirmed(msgspec.Struct, frozen=True, tag=True):
     """All replicas raised the same kind of error, so none waits for another, and the next call may follow."""
 
 
-Message = Call | Ready | Done | Failed | Settled
+Message = Call | Ready | Done | Failed | FailureConfirmed
 
 
-class ModelOfStrategy(NamedTuple):
+class StrategyModel(NamedTuple):
     """A model, and the settings of its strategy."""
 
     copy: LayerDescription
@@ -81,31 +81,31 @@ class PackedCall(NamedTuple):
     """A call in the form in which it is sent.
 
     Attributes:
-        described: The model, which is sent if the replicas do not have it yet.
+        strategy_model: The model, which is sent if the replicas do not have it yet.
         digest: Digest of the model without its built state, compared with the one that the replicas have.
         arguments: Pickled arguments, by name.
-        has_functions: See `SessionState`.
+        has_compiled_functions: See `SessionState`.
     """
 
     method: str
-    described: ModelOfStrategy
+    strategy_model: StrategyModel
     digest: bytes
     arguments: dict[str, bytes]
-    has_functions: bool
+    has_compiled_functions: bool
 
 
-Kept = TypeVar("Kept")
+Entry = TypeVar("Entry")
 
 
-class KeptModels(OrderedDict[int, Kept]):
+class RecentModels(OrderedDict[int, Entry]):
     """Records of the most recently called models, by number; at most MODELS_KEPT.
 
     The session and each replica keep one and update it identically, so the session knows the replicas' models.
     """
 
-    def note(self, number: int, known: Kept) -> None:
+    def record(self, number: int, entry: Entry) -> None:
         """Record a model as the most recently called one."""
-        self[number] = known
+        self[number] = entry
         self.move_to_end(number)
         while len(self) > MODELS_KEPT:
             self.popitem(last=False)
@@ -116,13 +116,14 @@ class SessionState(NamedTuple):
 
     Attributes:
         attributes: Attributes of the model, which may have changed since the replicas created their copies.
-        has_functions: Whether the model has compiled functions here. They keep old attributes, as the copies' must.
+        has_compiled_functions: Whether the model has compiled functions here. They keep old attributes, as the copies'
+            must.
     """
 
     path: list[str]
     settings: KerasSettings
     attributes: tuple[LayerAttributes, ...]
-    has_functions: bool
+    has_compiled_functions: bool
     random: bytes
 
 
@@ -137,27 +138,27 @@ def pack(
 
     Raises: UnsupportedError naming what cannot be sent.
     """
-    described = ModelOfStrategy(model_copies.describe_layer(model), policy_of(model), cross_device_ops)
+    strategy_model = StrategyModel(model_copies.describe_layer(model), policy_of(model), cross_device_ops)
     # Without built state: the call that built the model here also built the copies of the others.
-    known_by = pack_model(described._replace(copy=described.copy.unbuilt()), tensors)
-    places = {id(layer): number for number, layer in enumerate(model._flatten_layers())}
+    unbuilt = pack_model(strategy_model._replace(copy=strategy_model.copy.unbuilt()), tensors)
+    layer_indices = {id(layer): number for number, layer in enumerate(model._flatten_layers())}
     pickles = {
-        name: _pickled(value, f"{method}({name}=...)", tensors, places)
+        name: _pickled(value, f"{method}({name}=...)", tensors, layer_indices)
         for name, value in arguments.items()
         if value is not None
     }
-    return PackedCall(method, described, hashlib.sha256(known_by).digest(), pickles, has_trainer(model))
+    return PackedCall(method, strategy_model, hashlib.sha256(unbuilt).digest(), pickles, has_trainer(model))
 
 
-def pack_model(described: ModelOfStrategy, tensors: Tensors) -> bytes:
+def pack_model(strategy_model: StrategyModel, tensors: Tensors) -> bytes:
     """Pickle a model to be sent. Raises: UnsupportedError if it cannot be sent."""
-    return _pickled(described, "The model", tensors, {})
+    return _pickled(strategy_model, "The model", tensors, {})
 
 
 def session_state(call: PackedCall) -> bytes:
-    attributes = call.described.copy.attributes
+    attributes = call.strategy_model.copy.attributes
     return pickle.dumps(
-        SessionState(list(sys.path), keras_settings(), attributes, call.has_functions, encode_random_state())
+        SessionState(list(sys.path), keras_settings(), attributes, call.has_compiled_functions, encode_random_state())
     )
 
 
@@ -167,15 +168,16 @@ def unpack_arguments(contents: Mapping[str, memoryview], model: Any) -> dict[str
     return {name: loads_referring(content, layers.__getitem__) for name, content in contents.items()}
 
 
-def _pickled(thing: Any, what: str, tensors: Tensors, places: Mapping[int, int]) -> bytes:
+def _pickled(thing: Any, what: str, tensors: Tensors, layer_indices: Mapping[int, int]) -> bytes:
     """
     Args:
         what: Name of the object in errors.
-        places: Indices of the layers that the other replicas have, by id; other layers are sent with their weights.
+        layer_indices: Indices of the layers that the other replicas have, by id; other layers are sent with their
+            weights.
     """
     with refusing(
         f"{what} cannot travel to the other replicas of this session",
         f"{A_CALL_TAKES}, or put the training into a function and call phalanx.launch(function, workers=N).",
     ):
-        reduce = of_call(tensors, with_weights=bool(places))
-        return dumps_referring(thing, lambda each: places.get(id(each)), reduce)
+        reduce = of_call(tensors, with_weights=bool(layer_indices))
+        return dumps_referring(thing, lambda each: layer_indices.get(id(each)), reduce)

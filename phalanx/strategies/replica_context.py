@@ -15,7 +15,7 @@ from phalanx.keras_compat.global_batch import step_collectives
 from phalanx.keras_compat.global_batch.step_collectives import SINGLE_RANK, StepCollectives, StepScope
 from phalanx.keras_compat.global_batch.step_means import share_of_step
 from phalanx.keras_compat.keras_internals import in_symbolic_scope
-from phalanx.strategies.reduce_ops import as_float, on_present_leaves, reduce_op_of
+from phalanx.strategies.reduce_ops import as_float, map_non_none_leaves, to_reduce_op
 
 if TYPE_CHECKING:
     from phalanx.strategies.strategy import Strategy
@@ -25,12 +25,12 @@ class _Entered(NamedTuple):
     """A strategy whose scope, `run`, or method of a model this thread is inside.
 
     Attributes:
-        owns: Whether objects created now belong to the strategy. Objects that callbacks create in `fit` do not: some
-            callbacks run only on the chief.
+        owns_new_objects: Whether objects created now belong to the strategy. Objects that callbacks create in `fit` do
+            not: some callbacks run only on the chief.
     """
 
     strategy: Strategy
-    owns: bool = True
+    owns_new_objects: bool = True
 
 
 class _Stack(threading.local):
@@ -39,8 +39,8 @@ class _Stack(threading.local):
     def __init__(self) -> None:
         self.entered: list[_Entered] = []
         self.replicas: list[ReplicaContext] = []
-        self.reads_own = 0  # depth of `reading_own`
-        self.merges = 0  # depth of `merge_call`
+        self.local_read_depth = 0
+        self.merge_call_depth = 0
 
 
 _stack = _Stack()
@@ -82,7 +82,7 @@ class ReplicaContext:
 
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `merge_fn(strategy, *args, **kwargs)` outside the replica context."""
-        with _outside():
+        with _cross_replica_context():
             return merge_fn(self._strategy, *args, **(kwargs or {}))
 
 
@@ -103,12 +103,12 @@ class StepContext(ReplicaContext):
     @property
     def num_replicas_in_sync(self) -> int:
         """Number of replicas that take the step; 1 between steps, for example in callbacks."""
-        return 1 if self._is_lone else super().num_replicas_in_sync
+        return 1 if self._is_single_rank else super().num_replicas_in_sync
 
     @property
     def replica_id_in_sync_group(self) -> int:
         """Rank of this replica among those that take the step."""
-        return 0 if self._is_lone else super().replica_id_in_sync_group
+        return 0 if self._is_single_rank else super().replica_id_in_sync_group
 
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
         """Merge a value over the replicas; gradients flow back through the result.
@@ -120,13 +120,13 @@ class StepContext(ReplicaContext):
 
         Raises: UnsupportedError for other operations, and in `predict`.
         """
-        op = reduce_op_of(reduce_op)
-        if op not in (ReduceOp.SUM, ReduceOp.MEAN) and not self._is_lone:
+        op = to_reduce_op(reduce_op)
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN) and not self._is_single_rank:
             raise UnsupportedError(
                 f"all_reduce({op.name!r}) in a step of fit(): replicas exchange sums and means there. Train in a "
                 f"custom loop with strategy.run, or keep the value in a metric."
             )
-        share = share_of_step() if op is ReduceOp.MEAN and not self._is_lone else None
+        share = share_of_step() if op is ReduceOp.MEAN and not self._is_single_rank else None
 
         def reduce(tensors: list[Any]) -> list[Any]:
             own = [keras.ops.convert_to_tensor(tensor) for tensor in tensors]
@@ -134,7 +134,7 @@ class StepContext(ReplicaContext):
                 own = [tensor * keras.ops.cast(share, tensor.dtype) for tensor in own]
             return self._collectives.all_reduce(own)
 
-        return on_present_leaves(reduce, keras.tree.map_structure(as_float, value) if op is ReduceOp.MEAN else value)
+        return map_non_none_leaves(reduce, keras.tree.map_structure(as_float, value) if op is ReduceOp.MEAN else value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Concatenate the replicas' values along `axis`, in rank order; gradients flow back through the result.
@@ -150,14 +150,14 @@ class StepContext(ReplicaContext):
             first = [keras.ops.moveaxis(tensor, axis, 0) for tensor in tensors]
             return [keras.ops.moveaxis(tensor, 0, axis) for tensor in self._collectives.all_gather(first)]
 
-        return on_present_leaves(gather, value)
+        return map_non_none_leaves(gather, value)
 
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `ReplicaContext.merge_call`.
 
         Raises: ConfigurationError in a step, which can run only collectives across replicas.
         """
-        if not self._is_lone:
+        if not self._is_single_rank:
             raise ConfigurationError(
                 "merge_call() was called in a step of fit() or evaluate(). Call get_replica_context().all_reduce "
                 "there, or train in a custom loop with strategy.run."
@@ -165,7 +165,7 @@ class StepContext(ReplicaContext):
         return super().merge_call(merge_fn, args, kwargs)
 
     @property
-    def _is_lone(self) -> bool:
+    def _is_single_rank(self) -> bool:
         return self._collectives is SINGLE_RANK
 
 
@@ -189,7 +189,7 @@ class _Collectives:
 
 
 @contextmanager
-def entered(strategy: Strategy) -> Iterator[Strategy]:
+def scope_context(strategy: Strategy) -> Iterator[Strategy]:
     """Context of `strategy.scope()`."""
     _stack.entered.append(_Entered(strategy))
     try:
@@ -199,9 +199,9 @@ def entered(strategy: Strategy) -> Iterator[Strategy]:
 
 
 @contextmanager
-def running_method(strategy: Strategy) -> Iterator[None]:
+def method_context(strategy: Strategy) -> Iterator[None]:
     """Context of `fit` and other methods of this strategy's models."""
-    _stack.entered.append(_Entered(strategy, owns=False))
+    _stack.entered.append(_Entered(strategy, owns_new_objects=False))
     try:
         yield
     finally:
@@ -209,7 +209,7 @@ def running_method(strategy: Strategy) -> Iterator[None]:
 
 
 @contextmanager
-def running(strategy: Strategy) -> Iterator[ReplicaContext]:
+def run_context(strategy: Strategy) -> Iterator[ReplicaContext]:
     """Context of `strategy.run`."""
     context = ReplicaContext(strategy)
     _stack.replicas.append(context)
@@ -224,31 +224,31 @@ def running(strategy: Strategy) -> Iterator[ReplicaContext]:
 
 
 @contextmanager
-def _outside() -> Iterator[None]:
+def _cross_replica_context() -> Iterator[None]:
     # Scopes stay entered: a merge call runs in the cross-replica context of the strategy.
     replicas, _stack.replicas = _stack.replicas, []
-    _stack.merges += 1
+    _stack.merge_call_depth += 1
     try:
         with StepScope(None):
             yield
     finally:
-        _stack.merges -= 1
+        _stack.merge_call_depth -= 1
         _stack.replicas = replicas
 
 
 @contextmanager
-def reading_own() -> Iterator[None]:
+def local_reads() -> Iterator[None]:
     """Context in which variables that are merged on read have this replica's values, even outside `run`."""
-    _stack.reads_own += 1
+    _stack.local_read_depth += 1
     try:
         yield
     finally:
-        _stack.reads_own -= 1
+        _stack.local_read_depth -= 1
 
 
-def reads_jobs_values() -> bool:
+def reads_are_merged() -> bool:
     """Whether reading a variable that is merged on read yields the job's value here."""
-    return not _stack.replicas and not _stack.reads_own
+    return not _stack.replicas and not _stack.local_read_depth
 
 
 def has_strategy() -> bool:
@@ -264,10 +264,10 @@ def current_strategy() -> Strategy | None:
 
 def owning_strategy() -> Strategy | None:
     """The strategy that owns objects created here; None if there is none."""
-    return next((each.strategy for each in reversed(_stack.entered) if each.owns), None)
+    return next((each.strategy for each in reversed(_stack.entered) if each.owns_new_objects), None)
 
 
-def current_run() -> ReplicaContext | None:
+def current_run_context() -> ReplicaContext | None:
     """The context of the innermost `strategy.run` that the caller is in; None if there is none."""
     return _stack.replicas[-1] if _stack.replicas else None
 
@@ -277,8 +277,8 @@ def current_replica_context() -> ReplicaContext | None:
 
     Where Keras computes shapes, such as for a functional model that is created in a scope, a process computes alone.
     """
-    if _stack.replicas or not _stack.entered or (_stack.entered[-1].owns and not in_symbolic_scope()):
-        return current_run()
+    if _stack.replicas or not _stack.entered or (_stack.entered[-1].owns_new_objects and not in_symbolic_scope()):
+        return current_run_context()
     strategy = _stack.entered[-1].strategy
     # Between steps, in callbacks and where layers are built, each process computes alone.
     return StepContext(strategy, (strategy.shares_batches and step_collectives.current()) or SINGLE_RANK)
@@ -287,10 +287,10 @@ def current_replica_context() -> ReplicaContext | None:
 def trace_key() -> Hashable | None:
     """Key of the strategies whose scope and `run` the caller is in, on which a trace depends; None if there is none."""
     # Not their ids: a trace outlives its strategy, and a later strategy may get the same address.
-    strategy, run = owning_strategy(), current_run()
+    strategy, run = owning_strategy(), current_run_context()
     return None if strategy is None else (strategy._trace_key, run.strategy._trace_key if run else None)
 
 
 def in_cross_replica_context() -> bool:
     """Whether the caller is inside a scope but not inside `strategy.run` or `fit`, or inside `merge_call`."""
-    return current_replica_context() is None and (has_strategy() or _stack.merges > 0)
+    return current_replica_context() is None and (has_strategy() or _stack.merge_call_depth > 0)

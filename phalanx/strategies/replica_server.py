@@ -28,12 +28,12 @@ from phalanx.strategies.replica_calls import (
     Call,
     Done,
     Failed,
-    KeptModels,
+    FailureConfirmed,
     Message,
-    ModelOfStrategy,
     Ready,
+    RecentModels,
     SessionState,
-    Settled,
+    StrategyModel,
 )
 from phalanx.strategies.strategy import Strategy
 from phalanx.training.model_dispatch import forget_trainer
@@ -42,9 +42,10 @@ from phalanx.training.replica import Replica
 from phalanx.transport.decoding import Decoder
 from phalanx.transport.link import Link
 
-ANSWER_S = 60.0
-SETTLING_S = 2.0
-"""Seconds to wait for `Settled`, which arrives soon if all replicas fail. If one alone fails, the others wait."""
+REPLY_TIMEOUT_S = 60.0
+FAILURE_WAIT_S = 2.0
+"""Seconds to wait for `FailureConfirmed`, which arrives soon if all replicas fail. If one alone fails, the others
+wait."""
 
 _MESSAGES = Decoder(Message)
 _encode = msgspec.msgpack.Encoder().encode
@@ -61,7 +62,7 @@ class ReplicaServer:
     def __init__(self, replica: Replica, link: Link) -> None:
         self._replica = replica
         self._link = link
-        self._models: KeptModels[tuple[Any, CrossDeviceOps | None]] = KeptModels()
+        self._models: RecentModels[tuple[Any, CrossDeviceOps | None]] = RecentModels()
 
     def run(self) -> None:
         """Serve until the session ends.
@@ -79,25 +80,25 @@ class ReplicaServer:
             try:
                 model, arguments = self._prepare(call, buffers)
             except Exception as error:  # unpickling may raise anything; the session raises it
-                self._answer(Failed(), error)
+                self._reply(Failed(), error)
                 continue
-            self._answer(Ready())
+            self._reply(Ready())
             try:
                 getattr(model, call.method)(**arguments)
             except Exception as error:
-                self._answer(Failed(), error)
-                if not self._is_settled():
+                self._reply(Failed(), error)
+                if not self._is_failure_confirmed():
                     raise  # ends this process, so that the others do not wait for it
                 continue
-            self._answer(Done())
+            self._reply(Done())
 
-    def _is_settled(self) -> bool:
+    def _is_failure_confirmed(self) -> bool:
         """Whether all replicas raised the same kind of error, which the session reports soon or never."""
         try:
-            header, _ = self._link.receive(deadline=time.monotonic() + SETTLING_S)
+            header, _ = self._link.receive(deadline=time.monotonic() + FAILURE_WAIT_S)
         except (LinkClosedError, LinkTimeoutError):
             return False
-        return isinstance(_MESSAGES.decode(header), Settled)
+        return isinstance(_MESSAGES.decode(header), FailureConfirmed)
 
     def _prepare(self, call: Call, buffers: list[memoryview]) -> tuple[Any, dict[str, Any]]:
         # The link is authenticated with the job's secret, which only the session and its processes have.
@@ -105,31 +106,31 @@ class ReplicaServer:
         sys.path[:] = state.path  # before anything else is unpickled, which may import modules of the session
         set_keras_settings(state.settings)
         if call.has_model:
-            described: ModelOfStrategy = pickle.loads(buffers.pop(0))
-            with Strategy(self._replica, policy=described.policy).scope():
-                known = described.copy.rebuild(), described.cross_device_ops
+            strategy_model: StrategyModel = pickle.loads(buffers.pop(0))
+            with Strategy(self._replica, policy=strategy_model.policy).scope():
+                entry = strategy_model.copy.rebuild(), strategy_model.cross_device_ops
         else:
-            known = self._models[call.model]
-            restore_layer_attributes(known[0], state.attributes)
-        model, self._replica.cross_device_ops = known
-        if not state.has_functions:
+            entry = self._models[call.model]
+            restore_layer_attributes(entry[0], state.attributes)
+        model, self._replica.cross_device_ops = entry
+        if not state.has_compiled_functions:
             forget_trainer(model)
         arguments = replica_calls.unpack_arguments(dict(zip(call.arguments, buffers, strict=True)), model)
-        self._models.note(call.model, known)  # as the session does if nothing failed
+        self._models.record(call.model, entry)  # as the session does if nothing failed
         # Last: building the model and unpacking may draw random numbers.
         restore_random_state(state.random)
         return model, arguments
 
-    def _answer(self, answer: Message, error: BaseException | None = None) -> None:
+    def _reply(self, reply: Message, error: BaseException | None = None) -> None:
         content = [function_call.encode_error(error)] if error is not None else []
-        self._link.send(_encode(answer), content, deadline=time.monotonic() + ANSWER_S)
+        self._link.send(_encode(reply), content, deadline=time.monotonic() + REPLY_TIMEOUT_S)
 
 
 def main() -> None:
     job = join_job(TFConfigClusterResolver(), None)
     job.replica.has_copies = True
-    me = job.identity
-    link = connect(me, me.tasks[0], PURPOSE, time.monotonic() + me.config.rendezvous_timeout_s)
+    identity = job.identity
+    link = connect(identity, identity.tasks[0], PURPOSE, time.monotonic() + identity.config.rendezvous_timeout_s)
     ReplicaServer(job.replica, link).run()
 
 

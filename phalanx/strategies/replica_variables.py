@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from phalanx.strategies.strategy import Strategy
 
 
-class StrategyParts:
+class StrategyVariables:
     """The variables that were created in a strategy's scope; see `ReplicaParts`."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
         self._created: dict[int, weakref.ref[Any]] = {}  # by id: variables cannot be hashed
-        self._noted: dict[int, weakref.ref[Any]] = {}  # variables that the next `run` may assign
+        self._pending: dict[int, weakref.ref[Any]] = {}  # variables that the next `run` may assign
 
-    def __deepcopy__(self, memo: Any) -> StrategyParts:
+    def __deepcopy__(self, memo: Any) -> StrategyVariables:
         return self  # when a variable is copied
 
-    def note(self, variable: Any) -> None:
+    def register(self, variable: Any) -> None:
         """Record a new Keras variable."""
         self.add(variable)
         if self.is_alone or variable.aggregation == "none":
@@ -44,12 +44,12 @@ class StrategyParts:
             merge_variable(variable, self)
         else:
             # Not yet: in a program that only calls `fit`, variables keep Keras's classes.
-            self._noted[id(variable)] = self._created[id(variable)]
+            self._pending[id(variable)] = self._created[id(variable)]
 
     def prepare(self) -> None:
         """Prepare variables for `run`, which merges what it assigns. Programs that only call `fit` never get here."""
-        noted, self._noted = self._noted, {}
-        for reference in noted.values():
+        pending, self._pending = self._pending, {}
+        for reference in pending.values():
             variable = reference()  # no `:=`, which AutoGraph cannot convert
             if variable is not None:
                 merge_variable(variable, self)
@@ -60,7 +60,7 @@ class StrategyParts:
         # The id of a collected variable may be reused, and dead references would accumulate with every model.
         def forget(_: Any) -> None:
             self._created.pop(key, None)
-            self._noted.pop(key, None)
+            self._pending.pop(key, None)
 
         self._created[key] = weakref.ref(variable, forget)
 
@@ -74,7 +74,7 @@ class StrategyParts:
         return self._strategy.computes_alone
 
     def is_in_run(self) -> bool:
-        return replica_context.current_run() is not None
+        return replica_context.current_run_context() is not None
 
     def is_in_fit(self) -> bool:
         return step_collectives.current() is not None and not self.is_in_run()
@@ -82,10 +82,10 @@ class StrategyParts:
     def merges_reads(self) -> bool:
         # `fit` and similar methods merge metrics themselves, but not for callbacks that all replicas run.
         is_outside = self._strategy._replica.calling_thread is None or hook_ranks() == "all"
-        return replica_context.reads_jobs_values() and is_outside
+        return replica_context.reads_are_merged() and is_outside
 
     def check_lone_read(self, name: str) -> None:
-        if replica_context.reads_jobs_values() and hook_ranks() == "chief":
+        if replica_context.reads_are_merged() and hook_ranks() == "chief":
             raise UnsupportedError(
                 f"{name} holds this replica's part of what strategy.run has counted, and a callback that the chief "
                 f"alone runs reads it, where the other replicas do not add theirs. Read it in a callback that all "
@@ -96,15 +96,15 @@ class StrategyParts:
     def merges_writes(self) -> bool:
         return self.is_in_run() and not is_applying()
 
-    def reading_own(self) -> AbstractContextManager[None]:
-        return replica_context.reading_own()
+    def local_reads(self) -> AbstractContextManager[None]:
+        return replica_context.local_reads()
 
     def merge(self, value: Any, aggregation: str) -> Any:
         strategy = self._strategy
         if aggregation == "none":
-            return strategy._merged(value, self._agreed, same_shape, None)
+            return strategy._merged(value, self._check_equal, same_shape, None)
         if aggregation == "only_first_replica":
-            return strategy._merged(value, self._chiefs, same_shape, None)
+            return strategy._merged(value, self._broadcast_chief, same_shape, None)
         dtype = keras.backend.standardize_dtype(value.dtype)
         if aggregation == "mean" and not keras.backend.is_float_dtype(dtype):
             raise ConfigurationError(
@@ -136,11 +136,11 @@ class StrategyParts:
     def outside_of_traces(self) -> AbstractContextManager[None]:
         return self._strategy._tensors.outside_of_traces()
 
-    def _chiefs(self, arrays: list[Array]) -> list[Array]:
+    def _broadcast_chief(self, arrays: list[Array]) -> list[Array]:
         progress.enter("broadcast")
         return self._strategy._replica.communicator.broadcast(arrays)
 
-    def _agreed(self, arrays: list[Array]) -> list[Array]:
+    def _check_equal(self, arrays: list[Array]) -> list[Array]:
         """Return the arrays, which must be equal on all replicas.
 
         Raises: ConfigurationError on all replicas if they are not.

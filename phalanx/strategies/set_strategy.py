@@ -10,14 +10,14 @@ from phalanx.strategies.replica_context import has_strategy
 from phalanx.strategies.strategy import Strategy
 
 
-class _Set(threading.local):
+class _CurrentScope(threading.local):
     """The scope that this thread is inside."""
 
     def __init__(self) -> None:
         self.scope = ExitStack()
 
 
-_set = _Set()
+_current_scope = _CurrentScope()
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
@@ -28,11 +28,11 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Raises: ConfigurationError inside `with strategy.scope():`.
     """
-    _set.scope.close()
+    _current_scope.scope.close()
     if has_strategy():
         raise ConfigurationError(
             "experimental_set_strategy() was called inside a strategy's scope, which it would leave. Call it outside "
             "of `with strategy.scope():`."
         )
     if strategy is not None:
-        _set.scope.enter_context(strategy.scope())
+        _current_scope.scope.enter_context(strategy.scope())

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from phalanx.engines.spmd.placement import REPLICA, SHARD, Placement, make_mesh
 from phalanx.errors import ConfigurationError
 from phalanx.strategies.device_meshes import mesh_devices
-from phalanx.strategies.spanning_job import join_spanning_job, on_mesh
+from phalanx.strategies.spmd_job import join_spmd_job, with_mesh
 from phalanx.strategies.strategy import Strategy
 from phalanx.training.training_policy import TrainingPolicy
 
@@ -36,8 +36,8 @@ class ShardedStrategy(Strategy):
                 f"ShardedStrategy(level={level!r}): it is 1 (the state of the optimizer is divided), 2 (gradients too) "
                 f"or 3 (weights too)."
             )
-        replica = join_spanning_job("ShardedStrategy")
+        replica = join_spmd_job("ShardedStrategy")
         devices = mesh_devices()
         mesh = make_mesh(mesh_shape or (1, len(devices)), (REPLICA, SHARD), devices)
         placement = Placement(mesh, (REPLICA, SHARD), SHARD, level)
-        super().__init__(on_mesh(replica, placement), policy=TrainingPolicy(placement=placement))
+        super().__init__(with_mesh(replica, placement), policy=TrainingPolicy(placement=placement))

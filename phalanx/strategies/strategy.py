@@ -34,15 +34,15 @@ from phalanx.runtime import process_exit, progress
 from phalanx.strategies import replica_context
 from phalanx.strategies.axis_merges import (
     gather_along,
-    own_parts,
+    gather_gradient,
     reduce_along,
-    reduced,
-    spread_along,
-    with_open_axis,
+    reduce_global,
+    reduce_gradient,
+    with_unknown_axis,
     without_axes,
 )
-from phalanx.strategies.reduce_ops import as_float, on_present_leaves, reduce_op_of
-from phalanx.strategies.replica_variables import StrategyParts
+from phalanx.strategies.reduce_ops import as_float, map_non_none_leaves, to_reduce_op
+from phalanx.strategies.replica_variables import StrategyVariables
 from phalanx.strategies.strategy_extended import StrategyExtended
 from phalanx.training import model_dispatch
 from phalanx.training.replica import Replica, divides_batches
@@ -81,13 +81,13 @@ class Strategy:
         self._policy = policy
         self._merge = CustomLoopMerge(replica, policy.compression)  # for custom loops; `fit` uses others
         self._cluster_resolver = cluster_resolver
-        self._parts = StrategyParts(self)
+        self._variables = StrategyVariables(self)
         self._trace_key: Hashable = object()  # see `replica_context.trace_key`
         self._tensors = make_tensors()
         # Tracing a `tf.function` fixes whether optimizers merge, so it needs a separate trace inside `run`.
         self._tensors.trace_apart(replica_context.trace_key)
         self._tensors.count_replicas(replica_context)
-        process_exit.add_cause_finder(self._tensors.failure_behind)
+        process_exit.add_cause_finder(self._tensors.find_cause)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise ConfigurationError(
@@ -189,13 +189,13 @@ class Strategy:
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Context in which models that are created or compiled belong to this strategy."""
-        install_hook()
-        with replica_context.entered(self), making_placed(self.placement), self._merging_variables():
+        install_trainer_hook()
+        with replica_context.scope_context(self), making_placed(self.placement), self._variable_merge_scope():
             yield self
 
-    def _merging_variables(self) -> AbstractContextManager[None]:
+    def _variable_merge_scope(self) -> AbstractContextManager[None]:
         """Context in which newly created variables of the backend belong to the job."""
-        return self._tensors.merging_variables(_current_parts)
+        return self._tensors.variable_merge_scope(_current_variables)
 
     # Custom loops.
 
@@ -225,16 +225,16 @@ class Strategy:
                 "`phalanx plan` measures the fit() of a program, and this one trains in a loop with strategy.run(). "
                 "See docs/how-to/planning.md."
             )
-        install_hook()
+        install_trainer_hook()
         if not self.computes_alone:
-            self._parts.prepare()
-        with replica_context.running(self), running_placed(self.placement), self._merging_variables():
+            self._variables.prepare()
+        with replica_context.run_context(self), running_placed(self.placement), self._variable_merge_scope():
             try:
                 result = fn(*args, **(kwargs or {}))
             except Exception as error:
-                behind = self._tensors.failure_behind(error)  # no `:=`, which AutoGraph cannot convert
-                if behind is not None:
-                    raise behind from None
+                cause = self._tensors.find_cause(error)  # no `:=`, which AutoGraph cannot convert
+                if cause is not None:
+                    raise cause from None
                 raise
         return result
 
@@ -251,13 +251,15 @@ class Strategy:
             axis: An axis, or several, along which each replica's value is first reduced; a mean then counts every
                 element once, even if the replicas have different numbers of elements. None: merge elementwise.
         """
-        op = reduce_op_of(reduce_op)
+        op = to_reduce_op(reduce_op)
         axes = None if axis is None else tuple(axis) if isinstance(axis, list | tuple) else (axis,)
         if self.placement is not None:
-            return value if axes is None else keras.tree.map_structure(lambda leaf: reduced(leaf, op, axes), value)
+            return (
+                value if axes is None else keras.tree.map_structure(lambda leaf: reduce_global(leaf, op, axes), value)
+            )
         if op is ReduceOp.MEAN:
             # A variable that is merged on read would otherwise be merged twice.
-            with replica_context.reading_own():
+            with replica_context.local_reads():
                 value = keras.tree.map_structure(as_float, value)
         if axes is None:
 
@@ -266,9 +268,9 @@ class Strategy:
                 return self._replica.communicator.all_reduce(arrays, op)
 
             # The adjoint of a sum over replicas is the same sum; of a mean, the same mean.
-            def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
+            def gradient(gradients: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
                 del shapes
-                return merge(flowing)
+                return merge(gradients)
 
             shape_of = same_shape
         else:
@@ -277,8 +279,8 @@ class Strategy:
                 progress.enter("all_reduce")
                 return reduce_along(self._replica, op, arrays, axes)
 
-            def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
-                return spread_along(self._replica, op, flowing, shapes, axes)
+            def gradient(gradients: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
+                return reduce_gradient(self._replica, op, gradients, shapes, axes)
 
             def shape_of(shape: Shape) -> Shape:
                 return without_axes(shape, axes)
@@ -295,8 +297,8 @@ class Strategy:
     ) -> Any:
         """Merge the leaves of a structure."""
         call = partial(self._tensors.call, merge, shape_of=shape_of, gradient=gradient)
-        with replica_context.reading_own():
-            return on_present_leaves(call, value)
+        with replica_context.local_reads():
+            return map_non_none_leaves(call, value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenate the replicas' values along `axis`, in rank order, on every replica. Other axes must agree.
@@ -312,11 +314,11 @@ class Strategy:
             progress.enter("all_gather")
             return [gather_along(self._replica, array, axis) for array in arrays]
 
-        def gradient(flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
-            return own_parts(self._replica, flowing, shapes, axis)
+        def gradient(gradients: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
+            return gather_gradient(self._replica, gradients, shapes, axis)
 
         def shape_of(shape: Shape) -> Shape:
-            return with_open_axis(shape, axis)
+            return with_unknown_axis(shape, axis)
 
         return self._merged(value, merge, shape_of, gradient)
 
@@ -392,9 +394,9 @@ class Strategy:
         )
 
 
-def install_hook() -> None:
+def install_trainer_hook() -> None:
     """Make Keras ask for the current strategy. Safe to call again."""
-    trainer_hook.install(model_dispatch.ModelDispatcher(_current_owner, _merge_gradients, _note_variable))
+    trainer_hook.install(model_dispatch.ModelDispatcher(_current_owner, _merge_gradients, _register_variable))
 
 
 def _current_owner() -> model_dispatch.ModelOwner | None:
@@ -402,23 +404,23 @@ def _current_owner() -> model_dispatch.ModelOwner | None:
     if strategy is None:
         return None
     return model_dispatch.ModelOwner(
-        strategy._member, strategy._policy, partial(replica_context.running_method, strategy)
+        strategy._member, strategy._policy, partial(replica_context.method_context, strategy)
     )
 
 
-def _current_parts() -> StrategyParts | None:
+def _current_variables() -> StrategyVariables | None:
     strategy = replica_context.owning_strategy()
-    return None if strategy is None else strategy._parts
+    return None if strategy is None else strategy._variables
 
 
-def _note_variable(variable: Any) -> None:
-    if (parts := _current_parts()) is not None:
-        parts.note(variable)
+def _register_variable(variable: Any) -> None:
+    if (variables := _current_variables()) is not None:
+        variables.register(variable)
 
 
 def _merge_gradients(gradients: list[Any], variables: list[Any]) -> list[Any]:
     """Merge the gradients of an optimizer that is applied inside `strategy.run`."""
-    context = replica_context.current_run()
+    context = replica_context.current_run_context()
     if context is None or context.strategy.computes_alone:
         return gradients
     strategy = context.strategy

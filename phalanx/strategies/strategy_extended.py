@@ -79,7 +79,7 @@ class StrategyExtended:
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """The first replica's tensor, on every replica."""
         strategy = self._strategy
-        return tensor if strategy.computes_alone else strategy._parts.merge(tensor, "only_first_replica")
+        return tensor if strategy.computes_alone else strategy._variables.merge(tensor, "only_first_replica")
 
     def value_container(self, value: Any) -> Any:
         """The container of `value`: the value itself, because each process holds whole variables."""
@@ -89,7 +89,7 @@ class StrategyExtended:
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Whether the variable was created in this strategy's scope."""
-        return self._strategy._parts.has_created(v)
+        return self._strategy._variables.has_created(v)
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Any) -> Iterator[None]:
@@ -115,7 +115,7 @@ class StrategyExtended:
 
         Assigned values are not merged: merge the replicas' values with `reduce_to` first.
         """
-        with replica_context.reading_own():
+        with replica_context.local_reads():
             return fn(var, *args, **(kwargs or {}))
 
     def update_non_slot(

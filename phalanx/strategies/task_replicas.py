@@ -75,8 +75,8 @@ def start_task_replicas(node: Node, communicator: Communicator, devices: Sequenc
         devices: The devices of this task.
     """
     # Two exchanges: ports are opened only if some task has several devices, but then on all tasks.
-    of_tasks = [decode_message(own, int) for own in _gather(communicator, len(devices))]
-    if max(of_tasks) == 1:
+    device_counts = [decode_message(own, int) for own in _gather(communicator, len(devices))]
+    if max(device_counts) == 1:
         return False
     spec = node.identity.spec
     host = LOOPBACK if not spec or node.identity.address.is_loopback else node.identity.address.host
@@ -85,7 +85,7 @@ def start_task_replicas(node: Node, communicator: Communicator, devices: Sequenc
     addresses = [decode_message(each, list[str]) for each in _gather(communicator, own)]
     cluster = cluster_of_replicas(spec, list(chain.from_iterable(addresses)))
     names = [str(task) for task in ClusterSpec(cluster).ranked_tasks]
-    first = sum(of_tasks[: communicator.rank])  # rank of this task's first replica
+    first = sum(device_counts[: communicator.rank])  # rank of this task's first replica
     environment = process_environment()
     settings = [
         {
@@ -98,7 +98,7 @@ def start_task_replicas(node: Node, communicator: Communicator, devices: Sequenc
     return True
 
 
-def use_first(devices: Sequence[str]) -> None:
+def hide_other_devices(devices: Sequence[str]) -> None:
     """Hide all devices of the task but the first from this process, before it queries any."""
     if len(devices) > 1:
         set_variables(device_variables(devices[0], process_environment()))

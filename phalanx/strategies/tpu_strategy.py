@@ -8,7 +8,7 @@ from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.config.plan_request import PlanRequest
 from phalanx.errors import UnsupportedError
 from phalanx.strategies.device_meshes import mirrored_placement
-from phalanx.strategies.spanning_job import on_mesh
+from phalanx.strategies.spmd_job import with_mesh
 from phalanx.strategies.strategy import Strategy
 from phalanx.strategies.tpu_system import join_tpu_job
 from phalanx.training.replica import alone
@@ -49,4 +49,4 @@ class TPUStrategy(Strategy):
         is_planned = PlanRequest.from_environment() is not None
         replica = alone() if is_planned else join_tpu_job("TPUStrategy", tpu_cluster_resolver)
         placement = mirrored_placement()
-        super().__init__(on_mesh(replica, placement), tpu_cluster_resolver, TrainingPolicy(placement=placement))
+        super().__init__(with_mesh(replica, placement), tpu_cluster_resolver, TrainingPolicy(placement=placement))

@@ -9,7 +9,7 @@ import numpy as np
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver
 from phalanx.cluster.resolvers.tpu import TPUClusterResolver
 from phalanx.errors import ConfigurationError
-from phalanx.strategies.spanning_job import join_spanning_job
+from phalanx.strategies.spmd_job import join_spmd_job
 from phalanx.training.replica import Replica
 
 Array = np.ndarray[Any, Any]
@@ -79,9 +79,9 @@ def join_tpu_job(caller: str, cluster_resolver: ClusterResolver | None) -> Repli
         caller: Name of the function or class that the user called, for messages.
         cluster_resolver: Resolver of the hosts. None: a `TPUClusterResolver`.
 
-    Raises: ConfigurationError if there is no TPU; else see `join_spanning_job`.
+    Raises: ConfigurationError if there is no TPU; else see `join_spmd_job`.
     """
-    replica = join_spanning_job(caller, TPUClusterResolver() if cluster_resolver is None else cluster_resolver)
+    replica = join_spmd_job(caller, TPUClusterResolver() if cluster_resolver is None else cluster_resolver)
     import jax
 
     device = jax.devices()[0]

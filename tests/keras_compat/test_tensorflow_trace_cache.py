@@ -98,11 +98,11 @@ except PeerLostError:
 try:
     tf.function(lambda x: tf.debugging.check_numerics(x, "no number"))(tf.fill([2], float("nan")))
 except tf.errors.InvalidArgumentError as error:
-    assert strategy._tensors.failure_behind(error) is None
+    assert strategy._tensors.find_cause(error) is None
 try:
     strategy._tensors.call(lambda arrays: exec("raise AssertionError"), [tf.ones(2)])
 except AssertionError:
-    assert strategy._tensors.failure_behind(RuntimeError("of something else")) is None
+    assert strategy._tensors.find_cause(RuntimeError("of something else")) is None
 step(tf.ones(2))
 """
 

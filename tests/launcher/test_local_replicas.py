@@ -438,8 +438,8 @@ def test_a_strategy_of_replicas_refuses_workers_of_several_devices(monkeypatch: 
             strategy()
     monkeypatch.setenv("PHALANX_JOB_ID", "job")
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
-    assert mirrored_strategy._fits_one_program(), "it was started for one program over all devices"
+    assert mirrored_strategy._prefers_spmd(), "it was started for one program over all devices"
     monkeypatch.delenv(DEVICES_PER_WORKER)
-    assert not mirrored_strategy._fits_one_program(), "its workers are replicas"
+    assert not mirrored_strategy._prefers_spmd(), "its workers are replicas"
     check_one_device("Strategy", {})
     check_one_device("Strategy", {DEVICES_PER_WORKER: "1"})

@@ -586,7 +586,7 @@ def what_variables_have_before_run_uses_them_is_the_jobs(setting: Setting) -> di
         assert float(host(variable)) == 100 + world
     with strategy.scope():
         keras.Variable(0.0, aggregation="sum")
-    assert not strategy._parts._noted, "a search of many models would fill the memory"
+    assert not strategy._variables._pending, "a search of many models would fill the memory"
     return {"early": host(early)}
 
 

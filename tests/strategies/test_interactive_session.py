@@ -21,7 +21,7 @@ from phalanx.errors import CollectiveMismatchError, LinkClosedError
 from phalanx.launcher.worker_program import Program, runs_tests
 from phalanx.runtime.function_call import encode_error
 from phalanx.strategies import interactive_replicas
-from phalanx.strategies.interactive_replicas import InteractiveReplicas, _Session
+from phalanx.strategies.interactive_replicas import InteractiveReplicas, _ReplicaProcesses
 from phalanx.strategies.replica_calls import Failed
 from tests.support.backends import BACKENDS
 from tests.support.commands import die_with_parent
@@ -72,31 +72,31 @@ class _LinkToOneThatDidNotWait:
 
 
 def test_what_all_replicas_raise_is_raised_also_if_one_of_them_was_faster_and_has_ended() -> None:
-    session = object.__new__(_Session)
-    session._errors, session._timeout_s, session._processes = {}, 1.0, None
-    session._links = SimpleNamespace(links={1: _LinkToOneThatDidNotWait()})  # type: ignore[assignment]
+    processes = object.__new__(_ReplicaProcesses)
+    processes._errors, processes._timeout_s, processes._local_replicas = {}, 1.0, None
+    processes._links = SimpleNamespace(links={1: _LinkToOneThatDidNotWait()})  # type: ignore[assignment]
     member = Member(1, "worker/1", "here", "127.0.0.1:1", 1)
-    session.job = SimpleNamespace(membership=SimpleNamespace(members=[member, member]))  # type: ignore[assignment]
-    assert not session.settle(ValueError("a shape does not fit")), "and no PeerLostError"
+    processes.job = SimpleNamespace(membership=SimpleNamespace(members=[member, member]))  # type: ignore[assignment]
+    assert not processes.confirm_common_failure(ValueError("a shape does not fit")), "and no PeerLostError"
 
 
 def test_a_session_whose_collectives_have_failed_is_not_kept() -> None:
-    assert not object.__new__(_Session).settle(CollectiveMismatchError("float32 and bfloat16"))
+    assert not object.__new__(_ReplicaProcesses).confirm_common_failure(CollectiveMismatchError("float32 and bfloat16"))
 
 
 def test_a_session_ends_with_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[Any] = []
     job = SimpleNamespace(before_leaving=called.append)
-    session = SimpleNamespace(job=job, close=lambda: called.append("closed"))
-    monkeypatch.setattr(interactive_replicas, "_Session", lambda devices, join: session)
+    processes = SimpleNamespace(job=job, close=lambda: called.append("closed"))
+    monkeypatch.setattr(interactive_replicas, "_ReplicaProcesses", lambda devices, join: processes)
     replicas = object.__new__(InteractiveReplicas)
     replicas.devices, replicas._join = ["cpu:0", "cpu:1"], lambda: pytest.fail("another one is there")
-    assert replicas._start() is session
+    assert replicas._start() is processes
     leave = called.pop()
     leave()
     leave()
     assert called == ["closed"]
-    assert replicas._session is None
+    assert replicas._processes is None
 
 
 def left_behind(folder: Path) -> list[int]:

@@ -62,7 +62,7 @@ def test_a_preempted_loop_resumes_after_the_same_step(tmp_path: Path, where: str
 def test_the_program_says_how_it_is_warned_how_to_save_and_how_to_exit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preemption_handler, "WATCH_S", 0.001)
+    monkeypatch.setattr(preemption_handler, "POLL_S", 0.001)
     warned, asked, calls = threading.Event(), threading.Event(), []
 
     def watch() -> bool:
@@ -92,15 +92,15 @@ def test_the_program_says_how_it_is_warned_how_to_save_and_how_to_exit(
 def test_most_of_a_grace_period_is_trained_in(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(preemption_handler.time, "monotonic", lambda: now)
-    notice = preemption_handler._Notice(60.0)
-    assert not notice.is_due()
+    notice = preemption_handler._PreemptionNotice(60.0)
+    assert not notice.is_time_to_save()
     notice.note_duration(5.0)
     notice.signal()
-    assert not notice.is_due()
+    assert not notice.is_time_to_save()
     now += 44.0
-    assert not notice.is_due()
+    assert not notice.is_time_to_save()
     now += 1.0
-    assert notice.is_due(), "three steps before the end"
+    assert notice.is_time_to_save(), "three steps before the end"
 
 
 def test_a_checkpoint_without_a_directory_is_refused(tmp_path: Path) -> None:

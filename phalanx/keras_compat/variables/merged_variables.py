@@ -62,7 +62,7 @@ class ReplicaParts(Protocol):
         """Whether values that the current code assigns may differ between replicas."""
         ...
 
-    def reading_own(self) -> AbstractContextManager[None]:
+    def local_reads(self) -> AbstractContextManager[None]:
         """Context in which code sees this replica's values."""
         ...
 
@@ -192,7 +192,7 @@ class _MergedOnRead(MergedOnRead):
             self._phalanx_keep(own)
 
     def _phalanx_keep(self, value: Any) -> None:
-        with self._phalanx_parts.reading_own():  # on PyTorch, assignment copies into the value that it reads
+        with self._phalanx_parts.local_reads():  # on PyTorch, assignment copies into the value that it reads
             super()._direct_assign(value)  # type: ignore[misc]
 
     def __repr__(self) -> str:

@@ -34,7 +34,7 @@ _SCATTERED = (
 )
 
 
-def merging_variables(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
+def variable_merge_scope(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
     """Context in which new variables belong to the `current_parts()` at their creation, if there are any."""
     context: AbstractContextManager[None] = tf.variable_creator_scope(partial(_create, current_parts))
     return context

@@ -184,7 +184,7 @@ class TensorFlowEngine(ReplicaEngine):
             self._make_functions(xla=False)
             return self._run(name, data, share)
         except Exception as error:
-            failure = take_failure() or TensorFlowTensors.failure_behind(error)
+            failure = take_failure() or TensorFlowTensors.find_cause(error)
             if failure is not None:  # the merge's own error, not what TensorFlow or Keras turned it into
                 raise failure from None
             raise

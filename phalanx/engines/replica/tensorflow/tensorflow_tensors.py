@@ -16,7 +16,7 @@ from phalanx.engines.tensors import Gradient, HostFunction, RowGather, Shape, Te
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.global_batch.tensorflow_replica_count import count_replicas
 from phalanx.keras_compat.tensorflow_trace_cache import trace_apart
-from phalanx.keras_compat.variables.tensorflow_merged_variables import merging_variables
+from phalanx.keras_compat.variables.tensorflow_merged_variables import variable_merge_scope
 
 Array = np.ndarray[Any, Any]
 
@@ -27,7 +27,7 @@ class TensorFlowTensors(Tensors):
     distributed_dataset = GraphDataset
     trace_apart = staticmethod(trace_apart)
     count_replicas = staticmethod(count_replicas)
-    merging_variables = staticmethod(merging_variables)
+    variable_merge_scope = staticmethod(variable_merge_scope)
     outside_of_traces = staticmethod(tf.init_scope)
 
     def from_host(self, array: Array) -> Any:
@@ -89,7 +89,7 @@ class TensorFlowTensors(Tensors):
         return [merged[i] for i in range(len(gradients))]
 
     @staticmethod
-    def failure_behind(error: BaseException) -> BaseException | None:
+    def find_cause(error: BaseException) -> BaseException | None:
         if isinstance(error, tf.errors.InvalidArgumentError) and "PyFunc" in str(error) and "XLA" in str(error):
             return UnsupportedError(
                 "A merge over the replicas (apply_gradients, strategy.reduce, ...) cannot be compiled by XLA "

@@ -14,7 +14,7 @@ from phalanx.strategies.current_job import join_job
 from phalanx.training.replica import Replica, alone
 
 
-def join_spanning_job(strategy: str, cluster_resolver: Any = None) -> Replica:
+def join_spmd_job(strategy: str, cluster_resolver: Any = None) -> Replica:
     """Join the processes of the program; afterwards, `jax.devices()` lists the devices of all of them.
 
     All tasks of the job must call this when they start. Calling it again has no effect.
@@ -42,7 +42,7 @@ def join_spanning_job(strategy: str, cluster_resolver: Any = None) -> Replica:
     return job.replica
 
 
-def on_mesh(replica: Replica, placement: Placement) -> Replica:
+def with_mesh(replica: Replica, placement: Placement) -> Replica:
     """The replica as one process of a program on this mesh.
 
     Raises: ConfigurationError if a process of the job has no device in the mesh.
