@@ -34,7 +34,7 @@ class BackgroundSave:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, step: int, write: Callable[[], StoragePath | None]) -> None:
-        """Write the checkpoint of a step; call only after `ended`.
+        """Write the checkpoint of a step; call only after `wait_for_error`.
 
         Args:
             write: Writes the checkpoint and returns its path; None if another process completes it.
@@ -43,7 +43,7 @@ class BackgroundSave:
         self._thread = threading.Thread(target=self._run, args=(step, write), name=self._name, daemon=False)
         self._thread.start()
 
-    def ended(self) -> Exception | None:
+    def wait_for_error(self) -> Exception | None:
         """Wait until the checkpoint is written. Returns its error, once: the next checkpoint is tried regardless."""
         if self._thread is not None:
             self._thread.join()  # as long as the disk or the store takes
@@ -52,8 +52,8 @@ class BackgroundSave:
         return error
 
     def wait(self) -> None:
-        """Wait like `ended`. Raises: the error."""
-        if (error := self.ended()) is not None:
+        """Wait like `wait_for_error`. Raises: the error."""
+        if (error := self.wait_for_error()) is not None:
             raise error
 
     def _run(self, step: int, write: Callable[[], StoragePath | None]) -> None:

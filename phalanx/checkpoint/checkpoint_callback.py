@@ -74,11 +74,11 @@ class Checkpoint(ChiefCallback):
         self.every_steps = every_steps
         self.every_seconds = every_seconds
         self.keep = keep
-        self.driven = False
+        self.is_managed_by_fit = False
         """Whether the running `fit` saves for this callback."""
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        if not self.driven:
+        if not self.is_managed_by_fit:
             raise UnsupportedError(
                 "phalanx.callbacks.Checkpoint does not work with Keras's own `fit`. In a program without a strategy, "
                 "import it at the top (`from phalanx.callbacks import Checkpoint`), before any line that refers to "

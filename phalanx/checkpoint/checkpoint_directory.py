@@ -170,13 +170,13 @@ class CheckpointDirectory:
             ) from error
         return path
 
-    def restore(self, model: Any, *, tidy: bool = True) -> StoredCheckpoint | None:
+    def restore(self, model: Any, *, rename_damaged: bool = True) -> StoredCheckpoint | None:
         """Load the newest complete checkpoint into the model; None if there are no checkpoints.
 
         Damaged checkpoints are skipped with a warning.
 
         Args:
-            tidy: Whether to rename damaged checkpoints, so that they are not found again.
+            rename_damaged: Whether to rename damaged checkpoints, so that they are not found again.
 
         Raises: ConfigurationError if it is of another model, or if there are checkpoints and none is complete.
         """
@@ -191,7 +191,7 @@ class CheckpointDirectory:
                 if checkpoint.path in self.paths():
                     raise
                 # Its writer has deleted it meanwhile, and has written a newer one.
-        if damaged and tidy:
+        if damaged and rename_damaged:
             with self.claim.writing():
                 for other in damaged:
                     rename(other, other.with_name(other.name + DAMAGED))
@@ -231,7 +231,7 @@ class CheckpointDirectory:
             )
         return None, []
 
-    def sweep(self) -> None:
+    def remove_partial_files(self) -> None:
         """Claim the directory, and delete partial files of these checkpoints that killed processes have left.
 
         Raises: ConfigurationError, SupersededError; see `WriteClaim.acquire`.

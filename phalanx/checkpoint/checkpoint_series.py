@@ -70,9 +70,9 @@ class CheckpointSeries:
 
     def _found(self, suffix: str) -> list[tuple[int, StoragePath]]:
         named = [(step, self.directory / name) for step, name in names_by_step(self.directory, self.basename, suffix)]
-        return [(step, path) for step, path in named if self._is_one(path)]
+        return [(step, path) for step, path in named if self._is_checkpoint(path)]
 
-    def _is_one(self, path: StoragePath) -> bool:
+    def _is_checkpoint(self, path: StoragePath) -> bool:
         if isinstance(path, RemotePath):
             return True
         return path.is_dir() if self.are_folders else path.is_file()  # reading a pipe would block forever

@@ -21,11 +21,11 @@ class FitWriter:
         checkpoints: Directory of the checkpoints.
 
     Attributes:
-        needs_all: Whether all processes call its methods, each for its part; else only the chief does.
+        is_collective: Whether all processes call its methods, each for its part; else only the chief does.
     """
 
     def __init__(self, checkpoints: CheckpointDirectory | ShardedCheckpoint) -> None:
-        self.needs_all = isinstance(checkpoints, ShardedCheckpoint)
+        self.is_collective = isinstance(checkpoints, ShardedCheckpoint)
         self._begin = checkpoints.save if isinstance(checkpoints, ShardedCheckpoint) else checkpoints.begin
         self._background = checkpoints.background
         self._path_of: Callable[[int], StoragePath] = checkpoints.path_of
@@ -45,7 +45,7 @@ class FitWriter:
         Returns: False, after a warning, if it cannot be written.
         """
         self.wait()
-        return self._warned(lambda: self._begin(model, step, state))
+        return self._run_or_warn(lambda: self._begin(model, step, state))
 
     def write(self, model: Any, step: int, state: State) -> StoragePath | None:
         """Write a checkpoint now, after any that is being written. Returns None, after a warning, if that fails."""
@@ -60,9 +60,9 @@ class FitWriter:
     def wait(self) -> bool:
         """Wait until the checkpoint that is being written is finished. Returns whether this process has written its
         part. Raises: see `check`."""
-        return self._warned(self._background.wait)
+        return self._run_or_warn(self._background.wait)
 
-    def _warned(self, action: Callable[[], None]) -> bool:
+    def _run_or_warn(self, action: Callable[[], None]) -> bool:
         """Run an action. Returns whether the file system permitted it."""
         try:
             action()

@@ -106,7 +106,7 @@ class ShardedCheckpoint:
                 if it happens on one. Orbax raises other errors too.
             ConfigurationError, SupersededError: see `WriteClaim.acquire`.
         """
-        problem = self.background.ended()
+        problem = self.background.wait_for_error()
         _build_optimizer(model)
         entries = weight_entries(model)
         # From here on, all processes must reach the same collectives in the same order: the one about the token, then
@@ -142,11 +142,11 @@ class ShardedCheckpoint:
                     self._staging(token).mkdir()
             except (OSError, PhalanxError) as error:
                 problem = error
-        return self._staging(self._of_primary(token, problem))
+        return self._staging(self._broadcast_from_primary(token, problem))
 
-    def _of_primary(self, number: int, problem: Exception | None) -> int:
+    def _broadcast_from_primary(self, number: int, problem: Exception | None) -> int:
         """The first process's number, on all. Raises on all if one of them has a problem."""
-        numbers = _of_all(_PROBLEM if problem is not None else number)
+        numbers = _allgather(_PROBLEM if problem is not None else number)
         if problem is not None:
             raise problem
         if _PROBLEM in numbers:
@@ -212,10 +212,10 @@ class ShardedCheckpoint:
         Returns: what `save` received, with the keys `step` and `state`; None if there is no checkpoint.
         Raises: ConfigurationError naming the variables, if it is a checkpoint of another model.
         """
-        problem = self.background.ended()
+        problem = self.background.wait_for_error()
         # Also if the step is given: the first process, which puts the checkpoint in place, may be later than the
         # others, and only gets here after that.
-        chosen = self._of_primary((self.steps or [_NONE])[-1] if step is None else step, problem)
+        chosen = self._broadcast_from_primary((self.steps or [_NONE])[-1] if step is None else step, problem)
         if step is None and chosen == _NONE:
             return None
         path = self.path_of(chosen)
@@ -290,7 +290,7 @@ def _build_optimizer(model: Any) -> None:
         optimizer.build(model.trainable_variables)
 
 
-def _of_all(number: int) -> list[int]:
+def _allgather(number: int) -> list[int]:
     """The numbers of all processes, on every process."""
     if _jax().process_count() == 1:
         return [number]

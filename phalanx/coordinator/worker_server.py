@@ -189,7 +189,7 @@ class WorkerServer:
         arguments = {name: unpack(content, load) for name, content in contents.items()}
         restore_random_state(state.random)
         set_name_counters(state.names)
-        worker.begin_at(order.fit)
+        worker.set_next_fit(order.fit)
         getattr(model, order.method)(**arguments)
 
 

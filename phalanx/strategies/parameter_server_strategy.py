@@ -336,7 +336,7 @@ def _share_random_state(worker: ParameterServerWorker) -> None:
     if worker.workers == 1:
         return
     if worker.is_chief:
-        state: memoryview | None = worker.broadcast_first(RANDOM_STATE, np.frombuffer(encode_random_state(), np.uint8))
+        state: memoryview | None = worker.broadcast_once(RANDOM_STATE, np.frombuffer(encode_random_state(), np.uint8))
     else:
         try:
             received = worker.receive_broadcast(RANDOM_STATE)

@@ -245,7 +245,7 @@ class Supervisor:
         restored = None
         if checkpoints is not None and self._saver is not None:
             if self._writes:
-                checkpoints.sweep()  # leftovers of a writer that was killed
+                checkpoints.remove_partial_files()  # leftovers of a writer that was killed
             restored = checkpoints.restore(session.model)
         if restored is not None:
             counter.continue_from(restored.step)
@@ -268,7 +268,7 @@ class Supervisor:
     ) -> None:
         if isinstance(member, ParameterServerWorker):
             try:
-                member.begin_session()
+                member.synchronize_session_start()
             except PeerLostError as error:
                 error.add_note("This worker was waiting for the chief to begin its managed session.")
                 raise
@@ -395,7 +395,7 @@ def _wait_for_a_checkpoint(checkpoints: CheckpointDirectory, model: Any) -> Stor
     """Wait for a checkpoint of a chief that shares no strategy with this process."""
     bound_s = JobConfig.from_environment().rendezvous_timeout_s
     until = time.monotonic() + bound_s
-    while (found := checkpoints.restore(model, tidy=False)) is None:
+    while (found := checkpoints.restore(model, rename_damaged=False)) is None:
         if time.monotonic() > until:
             raise RendezvousError(
                 f"The chief did not save a checkpoint in {checkpoints.directory} within {bound_s:g} s "

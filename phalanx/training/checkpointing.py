@@ -102,7 +102,7 @@ class FitCheckpointing:
             self._note_saved()
             writer = self._resumption.writer
             # If all write together, no rank may decide for itself.
-            if writer.needs_all or (self._replica.is_chief and not writer.busy):
+            if writer.is_collective or (self._replica.is_chief and not writer.busy):
                 timeline.current.enter("checkpoint")
                 writer.begin(*self._prepared(snapshot))
                 timeline.current.leave()
@@ -115,10 +115,10 @@ class FitCheckpointing:
         # weights, not from averaged or restored ones.
         snapshot = self._retry(lambda: self._snapshot(is_over=True))
         writer = self._resumption.writer
-        if writer.needs_all or self._replica.is_chief:
+        if writer.is_collective or self._replica.is_chief:
             writer.wait()  # one writer at a time: names are swept below
             if self._replica.is_chief:
-                self._resumption.directory.sweep()  # an earlier chief may have been killed while writing
+                self._resumption.directory.remove_partial_files()  # an earlier chief may have been killed while writing
             writer.write(*self._prepared(snapshot))
 
     def _stop(self) -> None:
@@ -126,7 +126,7 @@ class FitCheckpointing:
 
         def save() -> Any:
             snapshot, path, writer = self._snapshot(), None, self._resumption.writer
-            if writer.needs_all or self._replica.is_chief:
+            if writer.is_collective or self._replica.is_chief:
                 # Before the broadcast: a rank that has received the path may exit, and so end the job.
                 path = writer.write(*self._prepared(snapshot))
             resumes = self._where_it_resumes(path) if self._replica.is_chief else ""

@@ -175,7 +175,7 @@ class FitResumption:
             return
         self._is_searched = True
         try:
-            self.directory.sweep()
+            self.directory.remove_partial_files()
             found = self.newest()
             if found is not None:
                 self._found = found, FitSnapshot(**decode(base64.b64decode(found.state[STATE])))
@@ -258,14 +258,14 @@ def resumable(callbacks: Any, model: Any, replica: Replica) -> Iterator[FitResum
     number = _finished.get(directory, 0)
     resumption = FitResumption(checkpoint, model, replica, number)
     former = replica.notice  # of a `fit` in whose callbacks this one runs
-    checkpoint.driven, replica.notice = True, resumption.notice
+    checkpoint.is_managed_by_fit, replica.notice = True, resumption.notice
     try:
         with notified_by_signals(resumption.notice.signal):
             yield resumption
             # Only if `fit` has returned: one that raised is retried with the same number.
             _finished[directory] = number + 1
     finally:
-        checkpoint.driven, replica.notice = False, former
+        checkpoint.is_managed_by_fit, replica.notice = False, former
         try:
             resumption.writer.wait()
         finally:

@@ -132,7 +132,7 @@ def late(model: Any, folder: Path) -> None:
         return [number]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded_checkpoint, "_of_all", meet)
+        patch.setattr(sharded_checkpoint, "_allgather", meet)
         assert saved.restore(model, step=1) is not None
 
 
@@ -150,11 +150,11 @@ def failed(model: Any, folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saved, "_commit", full)
         saved.save(model, 1)
-        patch.setattr(sharded_checkpoint, "_of_all", tell)
+        patch.setattr(sharded_checkpoint, "_allgather", tell)
         with pytest.raises(OSError, match="no space left"):
             saved.save(model, 2)
         assert told == [sharded_checkpoint._PROBLEM]
-        patch.setattr(sharded_checkpoint, "_of_all", lambda number: [number, sharded_checkpoint._PROBLEM])
+        patch.setattr(sharded_checkpoint, "_allgather", lambda number: [number, sharded_checkpoint._PROBLEM])
         with pytest.raises(OSError, match="Process 1 of the program cannot write"):
             saved.save(model, 2)
     saved.save(model, 2)

@@ -147,4 +147,4 @@ def test_a_worker_does_not_begin_a_session_that_the_chief_has_left_out() -> None
     client: Any = SimpleNamespace(request=lambda server, message: (FitOver(), []))
     worker = ParameterServerWorker(client, 1, 2, rules(), None, None, "")
     with pytest.raises(PeerLostError, match="lost the chief during the start of a managed session"):
-        worker.begin_session()
+        worker.synchronize_session_start()

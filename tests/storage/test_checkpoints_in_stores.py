@@ -56,7 +56,7 @@ def test_a_damaged_checkpoint_and_what_killed_processes_left_are_not_in_the_way(
     newest = directory.save(make_model(), 2)
     write_file(newest, newest.read_bytes()[:-1])
     write_file(store / ".model.ckpt-000000003.weights.h5.77-abc", b"a part")
-    directory.sweep()
+    directory.remove_partial_files()
     found = directory.restore(make_model())
     assert found is not None
     assert found.step == 1

@@ -138,7 +138,7 @@ def test_what_a_killed_process_left_is_not_seen_and_swept_away(tmp_path: Path, t
     left = tmp_path / ".model.ckpt-000000010.123.weights.h5"
     left.write_bytes(b"half")
     assert directory.restore(trained) is None
-    directory.sweep()
+    directory.remove_partial_files()
     assert not left.exists()
 
 
@@ -147,7 +147,7 @@ def test_checkpoints_of_a_longer_name_are_left_alone(tmp_path: Path, trained: An
     for name in others:
         (tmp_path / name).touch()
     directory = CheckpointDirectory(tmp_path, keep=1)
-    directory.sweep()
+    directory.remove_partial_files()
     for step in (2, 1):  # the later one is abandoned
         directory.save(trained, step)
     assert all((tmp_path / name).exists() for name in others)
@@ -274,7 +274,7 @@ def test_a_reader_finds_the_newest_while_a_writer_deletes_what_it_has_listed(
     monkeypatch.setattr(checkpoint_directory, "read", meanwhile(read, 2))  # between the listing and the reading
     monkeypatch.setattr(checkpoint_directory, "load", meanwhile(checkpoint_directory.load, 4))
     other = make_model(seed=2)
-    found = reader.restore(other, tidy=False)
+    found = reader.restore(other, rename_damaged=False)
     assert found is not None
     assert found.step == written[-1] == 5
     assert_same(state_of(other), state_of(trained))

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
-HEARTBEAT_S = 1.0
+HEARTBEAT_INTERVAL_S = 1.0
 """Seconds between two messages of a chief that validates."""
 
 
@@ -62,7 +62,7 @@ class ValidationHeartbeat(ChiefCallback):
         self._sent_at = 0.0
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        if time.monotonic() > self._sent_at + HEARTBEAT_S:
+        if time.monotonic() > self._sent_at + HEARTBEAT_INTERVAL_S:
             self._client.request(HEAD, ChiefAlive())
             self._sent_at = time.monotonic()
 
@@ -147,10 +147,10 @@ class ParameterServerCoordination:
         self.rejoin = FitRejoin(fit, worker, remote_model)
         state.stepper = ParameterServerStepper(remote_model, batches)
         self._first_epoch: int | None = None  # None: the chief is in a later `fit`
-        self._answer: EpochOver | FitOver | None = None  # why the running epoch has no more steps
+        self._epoch_end: EpochOver | FitOver | None = None  # why the running epoch has no more steps
         self._epoch = _EpochCount()
         # Whether no further epoch begins: the chief has decided so, or this `fit` has ended elsewhere.
-        self._stops = False
+        self._is_stopping = False
         self._is_layer_state_sent = False  # whether the head has the state of the chief's layers
 
     def begin(self) -> None:
@@ -162,7 +162,7 @@ class ParameterServerCoordination:
         if epoch is None:
             logger.warning("The other workers have finished this fit() and are in a later one; continuing there.")
             remote_model.is_training = False
-            self._stops = True
+            self._is_stopping = True
             return
         self._first_epoch = state.epoch = self.rejoin.epoch = epoch
         self._share_state()
@@ -186,13 +186,13 @@ class ParameterServerCoordination:
     def is_over(self) -> bool:
         """See `Coordination.is_over`."""
         state, epochs = self._state, self._state.arguments.epochs
-        if self._stops or self._first_epoch is None:
+        if self._is_stopping or self._first_epoch is None:
             return True
         # The chief runs its epochs without asking. The others ask before every epoch except their first, because the
         # chief may end the `fit`, or go back, where they expect the next one.
         while state.epoch >= epochs or (state.epoch > self._first_epoch and not self._worker.is_chief):
             answer = self._await_chief()
-            if not self._follow_back(answer):
+            if not self._return_to_epoch(answer):
                 return isinstance(answer, FitOver) or (state.epoch >= epochs and not isinstance(answer, Ticket))
         return False
 
@@ -208,7 +208,7 @@ class ParameterServerCoordination:
             merge.tickets.put_back(answer)
         return answer
 
-    def _follow_back(self, answer: Ticket | EpochOver | FitOver | None) -> bool:
+    def _return_to_epoch(self, answer: Ticket | EpochOver | FitOver | None) -> bool:
         """Go back to the epoch with which a restarted chief continues, if the answer says so."""
         if not isinstance(answer, EpochOver) or answer.resume_epoch < 0:
             return False
@@ -240,12 +240,12 @@ class ParameterServerCoordination:
         remote_model.send_changes()
         self.rejoin.epoch, self.rejoin.is_opened = self._state.epoch, True
         self._metrics_start = remote_model.engine.metric_rules.values()
-        self._epoch, self._answer = _EpochCount(source.sharded.num_batches or 0), None
+        self._epoch, self._epoch_end = _EpochCount(source.sharded.num_batches or 0), None
         try:
             self.rejoin.steps = source.start_epoch(self._state.epoch)
         # The epoch no longer exists. The body runs without a batch, because `next_batch` finds the answer immediately.
         except OrderUnavailableError as reason:
-            self._answer = reason.answer
+            self._epoch_end = reason.answer
             yield
             return
         if self._worker.is_chief:
@@ -286,14 +286,14 @@ class ParameterServerCoordination:
 
     def next_batch(self) -> TicketBatch | None:
         """See `Coordination.next_batch`."""
-        while self._answer is None:
+        while self._epoch_end is None:
             timeline.current.enter("data")
             ticket = self._batches.next(self._state.epoch)
             if not isinstance(ticket, Ticket):
                 if isinstance(ticket, EpochOver) and ticket.steps:
                     # The length was unknown; the head has seen the end of the data.
                     self._epoch.length = ticket.steps
-                self._answer = ticket
+                self._epoch_end = ticket
                 break
             if self._epoch.steps == 0 and not self._worker.is_chief:
                 self._pull_chief_changes()
@@ -340,7 +340,7 @@ class ParameterServerCoordination:
 
     def epoch_logs(self) -> dict[str, Any] | None:
         """See `Coordination.epoch_logs`. The chief's logs cover all workers."""
-        if self._follow_back(self._answer):
+        if self._return_to_epoch(self._epoch_end):
             return None
         remote_model, model, samples = self._remote_model, self._remote_model.model, self._epoch.samples
         remote_model.mark_stale()
@@ -390,7 +390,7 @@ class ParameterServerCoordination:
             received = validation_logs.receive(merge, self._fit, epoch)
             if isinstance(received, dict):
                 return received
-            return None if self._follow_back(received) else {}
+            return None if self._return_to_epoch(received) else {}
         self._remote_model.pull_tables()
         logs = evaluate_by_program(self._evaluate, self._state.arguments, self._state.callbacks)
         if worker.workers > 1:
@@ -407,10 +407,10 @@ class ParameterServerCoordination:
     def end_epoch(self) -> None:
         """See `Coordination.end_epoch`."""
         self._state.epoch += 1
-        self._stops = isinstance(self._answer, FitOver)
+        self._is_stopping = isinstance(self._epoch_end, FitOver)
         if self._worker.is_chief:  # other workers see only a part
             others_stop = self._worker.client.query_head(RequestStop(self._fit, stop=False))
-            self._stops |= others_stop or bool(self._remote_model.model.stop_training)
+            self._is_stopping |= others_stop or bool(self._remote_model.model.stop_training)
 
     @contextmanager
     def end(self) -> Iterator[None]:
@@ -438,7 +438,7 @@ class ParameterServerCoordination:
                 remote_model.pull_optimizer()
                 if chief_state_sync.are_chiefs_averages_in_weights(worker, self._fit, exchanged):
                     # As in one process: a `fit` that ends early finds the values from `SwapEMAWeights` in the averages.
-                    remote_model.variables.forget_averages()
+                    remote_model.variables.reset_averages()
             model.optimizer.finalize_variable_values(model.trainable_weights)
         if worker.workers == 1 or not callback_hooks.may_set_weights_at_train_end(state.callbacks):
             yield

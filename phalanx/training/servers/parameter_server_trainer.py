@@ -74,7 +74,7 @@ class ParameterServerTrainer:
         fit = worker.next_fit()
         batches = TicketBatches(fit, worker, remote_model.merge)
         source = self._open_input(fit, state.arguments, batches)
-        batches.use(NumberedBatches(source))
+        batches.set_source(NumberedBatches(source))
         remote_model.prepare(source)
         state.use_callbacks(self._build_callbacks(state.arguments, source))
         if worker.is_chief and not self._is_announced and state.arguments.verbose != 0:

@@ -67,7 +67,7 @@ class ParameterServerWorker:
     calls: ReplicaCalls | None = None
     # The numbers of the last `fit` and of the last managed session, equal on all workers because all run the same
     # program; and how many calls of `fit` are running, at most one.
-    _last: dict[str, int] = field(default_factory=lambda: {"fit": -1, "session": -1, "running": 0})
+    _counters: dict[str, int] = field(default_factory=lambda: {"fit": -1, "session": -1, "running": 0})
     # On the chief, by subject: what a restarted head must receive again.
     _broadcasts: dict[str, tuple[Broadcast, list[Array]]] = field(default_factory=dict)
 
@@ -92,26 +92,26 @@ class ParameterServerWorker:
 
         Raises: UnsupportedError on entry if one is already running: the servers would abandon its schedule.
         """
-        if self._last["running"]:
+        if self._counters["running"]:
             raise UnsupportedError(
                 "fit() was called while another fit() trains on the parameter servers, one model at a time. "
                 "Call it after that one has returned; or create the inner model outside of strategy.scope(): Keras "
                 "then trains it on each worker by itself."
             )
-        self._last["running"] = 1
+        self._counters["running"] = 1
         try:
             yield
         finally:
-            self._last["running"] = 0
+            self._counters["running"] = 0
 
     def next_fit(self) -> int:
         """Return the number of a new `fit` call in the program, equal on all workers."""
-        self._last["fit"] += 1
-        return self._last["fit"]
+        self._counters["fit"] += 1
+        return self._counters["fit"]
 
-    def begin_at(self, fit: int) -> None:
+    def set_next_fit(self, fit: int) -> None:
         """Give the next `fit` this number."""
-        self._last["fit"] = fit - 1
+        self._counters["fit"] = fit - 1
 
     def requests_to_repeat(self) -> list[tuple[Broadcast, list[Array]]]:
         """The chief's broadcasts, for a restarted head."""
@@ -133,7 +133,7 @@ class ParameterServerWorker:
         """On the chief, the last broadcast of this process, not of a previous one; None if there is none."""
         return self._broadcasts[subject][1] if subject in self._broadcasts else None
 
-    def broadcast_first(self, subject: str, array: Array) -> memoryview:
+    def broadcast_once(self, subject: str, array: Array) -> memoryview:
         """As the chief, send an array to the other workers, unless the chief has sent one before a restart.
 
         Returns: the bytes of the array in effect.
@@ -156,21 +156,21 @@ class ParameterServerWorker:
         answer, buffers = self.client.request(HEAD, RequestBroadcast(subject, fit))
         return None if isinstance(answer, FitOver) else list(buffers)
 
-    def begin_session(self) -> None:
+    def synchronize_session_start(self) -> None:
         """On the chief, announce that the initial state of this managed session is restored. On others, wait for that.
 
         Raises: CollectiveTimeoutError or PeerLostError naming the chief.
         """
-        self._last["session"] += 1
+        self._counters["session"] += 1
         if self.is_chief:
-            self.broadcast(SESSION, [], self._last["session"])
-        elif self.receive_broadcast(SESSION, self._last["session"]) is None:
+            self.broadcast(SESSION, [], self._counters["session"])
+        elif self.receive_broadcast(SESSION, self._counters["session"]) is None:
             raise peer_lost("the chief", "the start of a managed session", "it has left the job.")
 
     @property
     def last_fit(self) -> int:
         """Number of the last `fit`; -1 before the first."""
-        return self._last["fit"]
+        return self._counters["fit"]
 
     def describe(self) -> str:
         rules = self.rules

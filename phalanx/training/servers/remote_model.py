@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 Array = np.ndarray[Any, Any]
 
-CONSISTENCY_S = 2.0
+CONSISTENCY_TIMEOUT_S = 2.0
 """Seconds that the servers may take to apply updates that are still in flight. A server that did not receive a lost
 worker's last update never catches up with the others."""
 
@@ -109,14 +109,14 @@ class RemoteModel:
             self._worker, self.merge, model.optimizer, model.trainable_variables
         )
         found = find_tables(model, variables.slots)
-        chosen = tuple(table.number for table in self._choose(found, callbacks)) if self._worker.is_chief else ()
+        chosen = tuple(table.number for table in self._choose_tables(found, callbacks)) if self._worker.is_chief else ()
         epoch = variables.begin(fit, first_epoch, chosen)
         self.is_training = True  # not before: if that fails, no server has anything to pull
         if epoch is not None:
             self._use_tables(found, variables.tables)
         return epoch
 
-    def _choose(self, found: Sequence[EmbeddingTable], callbacks: Any) -> list[EmbeddingTable]:
+    def _choose_tables(self, found: Sequence[EmbeddingTable], callbacks: Any) -> list[EmbeddingTable]:
         """On the chief, the tables that are sent by rows."""
         wanted = self._worker.embedding_rows
         if wanted is not False and found and callback_hooks.saves_between_batches(callbacks):
@@ -212,7 +212,7 @@ class RemoteModel:
         self.leave_steps()
         self.send_learning_rate()
         with self._between_steps():
-            until = time.monotonic() + CONSISTENCY_S
+            until = time.monotonic() + CONSISTENCY_TIMEOUT_S
             # Servers apply a step independently: at any moment some may be one step ahead. Pull until all agree, or
             # until they differ as before, because a lost update makes the difference permanent.
             while True:

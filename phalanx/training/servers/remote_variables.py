@@ -77,8 +77,8 @@ class RemoteVariables:
         self._fit = -1
         # Checksum of each variable's value on the servers, by number; empty until an epoch has begun. Copies would take
         # as much memory as the model.
-        self._known: dict[int, int] = {}
-        self._known_optimizer = self._optimizer_settings()
+        self._recorded_checksums: dict[int, int] = {}
+        self._recorded_optimizer = self._optimizer_settings()
         self.tables: tuple[int, ...] = ()
         self._described = described = [PlacedVariable(v.path, tuple(v.shape), _dtype_of(v)) for v in self.variables]
         self._shards = shards = place_shards(described, self._client.num_servers, worker.partitioner)
@@ -179,19 +179,19 @@ class RemoteVariables:
             tables: Whether this includes variables that are trained by rows.
         """
         settings = self._unchanged_settings()
-        self._known = self._checksums(tables)
-        self._known_optimizer = {**settings, **self._optimizer_values()}
+        self._recorded_checksums = self._checksums(tables)
+        self._recorded_optimizer = {**settings, **self._optimizer_values()}
 
     def send_changes(self) -> bool:
         """Send the variables that have changed here since `record_values`. Returns whether there were any.
 
         Raises: UnsupportedError if anything of the optimizer except its learning rate has changed.
         """
-        known = self._known
+        known = self._recorded_checksums
         if not known:
             return False  # no epoch has begun
         settings = self._unchanged_settings()
-        _refuse_changes(self._known_optimizer, {**settings, **self._optimizer_values()})
+        _refuse_changes(self._recorded_optimizer, {**settings, **self._optimizer_values()})
         now = self._checksums(any(table in known for table in self.tables))
         changed = tuple(number for number, checksum in now.items() if checksum != known[number])
         if not changed:
@@ -204,12 +204,12 @@ class RemoteVariables:
 
     def are_averages_in_weights(self) -> bool:
         """Whether a callback has exchanged the weights with their averages since `record_values`, and not back."""
-        found = [(slot, average) for slot, average in self._averages() if average.path in self._known_optimizer]
-        known = [self._known_optimizer[average.path] for _, average in found]
+        found = [(slot, average) for slot, average in self._averages() if average.path in self._recorded_optimizer]
+        known = [self._recorded_optimizer[average.path] for _, average in found]
         weights = [_Average(to_host(self.variables[slot.variable])) for slot, _ in found]
         return weights == known != [_Average(to_host(average)) for _, average in found]
 
-    def forget_averages(self) -> None:
+    def reset_averages(self) -> None:
         """Set the averages to the weights, as if the averages that a callback has put into the weights were lost."""
         for slot, average in self._averages():
             average.assign(self.variables[slot.variable])
@@ -222,7 +222,7 @@ class RemoteVariables:
     def _unchanged_settings(self) -> dict[str, Any]:
         """The optimizer's settings, which must not have changed: other settings may mean other variables."""
         settings = self._optimizer_settings()
-        _refuse_changes({name: self._known_optimizer.get(name) for name in settings}, settings)
+        _refuse_changes({name: self._recorded_optimizer.get(name) for name in settings}, settings)
         return settings
 
     def _optimizer_settings(self) -> dict[str, Any]:

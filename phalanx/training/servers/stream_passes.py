@@ -27,12 +27,12 @@ class _Passes(NamedTuple):
         before: Number of passes before this `fit`.
         newest: Largest number of passes opened over any dataset, including the running pass: a restarted chief does not
             know over which.
-        former: Largest number that a previous process of the chief has opened.
+        previous_newest: Largest number that a previous process of the chief has opened.
     """
 
     before: int
     newest: int
-    former: int
+    previous_newest: int
 
     @classmethod
     def of(cls, content: Any) -> _Passes:
@@ -58,11 +58,11 @@ class StreamPasses:
         if cursor is None:
             return
         if worker.is_chief:
-            said = self._said()
-            before = max(cursor.passes_before, said.former)
+            last = self._last_broadcast()
+            before = max(cursor.passes_before, last.previous_newest)
             cursor.resume(0, 0, before)
             # The others open a pass as soon as they receive this.
-            self._say(_Passes(before, max(said.newest, before + cursor.each), said.former))
+            self._broadcast(_Passes(before, max(last.newest, before + cursor.each), last.previous_newest))
         elif (received := worker.receive_broadcast(PASSES, self._fit)) is not None:
             cursor.resume(0, 0, _Passes.of(received[0]).before)
 
@@ -70,17 +70,17 @@ class StreamPasses:
         """On the chief, record that an epoch opens, perhaps with another pass."""
         if self._cursor is None:
             return
-        said = self._said()
-        if said.newest < self._cursor.passes_after:
-            self._say(said._replace(newest=self._cursor.passes_after))
+        last = self._last_broadcast()
+        if last.newest < self._cursor.passes_after:
+            self._broadcast(last._replace(newest=self._cursor.passes_after))
 
-    def _said(self) -> _Passes:
+    def _last_broadcast(self) -> _Passes:
         """On the chief, the last broadcast, of this process or a previous one."""
         own = self._worker.last_broadcast(PASSES)
         if own is not None:
             return _Passes.of(own[0])
-        held = _Passes.of(self._worker.broadcast_first(PASSES, np.zeros(3, np.int64)))
-        return held._replace(former=held.newest)
+        held = _Passes.of(self._worker.broadcast_once(PASSES, np.zeros(3, np.int64)))
+        return held._replace(previous_newest=held.newest)
 
-    def _say(self, passes: _Passes) -> None:
+    def _broadcast(self, passes: _Passes) -> None:
         self._worker.broadcast(PASSES, [np.array(passes, np.int64)], self._fit)

@@ -71,24 +71,24 @@ class TicketBatches:
         self._worker = worker
         self._client = worker.client
         self._merge = merge
-        self._ahead: dict[int, TicketBatch] = {}  # batches of later steps, by serial of the ticket
+        self._prefetched: dict[int, TicketBatch] = {}  # batches of later steps, by serial of the ticket
 
-    def use(self, source: NumberedBatches) -> None:
+    def set_source(self, source: NumberedBatches) -> None:
         """Set the data, which was created with `agree_on_order`."""
         self.source, self.passes = source, StreamPasses(source, self._worker, self._fit)
 
-    def agree_on_order(self, own: Array) -> Array:
+    def agree_on_order(self, drawn: Array) -> Array:
         """The chief's sample order for the pass that begins.
 
         Args:
-            own: The order that this process has drawn.
+            drawn: The order that this process has drawn.
 
         Raises: OrderUnavailableError if there is none.
         """
         # `_open_epoch` sends it when the epoch is opened.
         if self._worker.is_chief:
-            self.drawn_order = own
-            return own
+            self.drawn_order = drawn
+            return drawn
         request = RequestSampleOrder(self._fit, self.source.pass_key, self._merge.tickets.era)
         answer = self._merge.request_from_chief(request)
         if isinstance(answer, EpochOver | FitOver):
@@ -98,7 +98,7 @@ class TicketBatches:
     def begin(self) -> None:
         """Begin an epoch."""
         self.is_ended = False
-        self._ahead.clear()
+        self._prefetched.clear()
 
     def next(self, epoch: int) -> Ticket | EpochOver | FitOver:
         """The ticket of the next step, or the reason why there is none."""
@@ -111,7 +111,7 @@ class TicketBatches:
 
     def batch(self, ticket: Ticket) -> TicketBatch | None:
         """This worker's part of the ticket's batch; if there is none, reports it to the servers and returns None."""
-        return self._ahead.pop(ticket.serial, None) or self._read(ticket)
+        return self._prefetched.pop(ticket.serial, None) or self._read(ticket)
 
     def upcoming(self) -> TicketBatch | None:
         """The batch of the following step, if its ticket is available."""
@@ -122,7 +122,7 @@ class TicketBatches:
         if batch is None:
             self._merge.tickets.drop_upcoming()
         else:
-            self._ahead[ticket.serial] = batch
+            self._prefetched[ticket.serial] = batch
         return batch
 
     def end_epoch(self, epoch: int) -> EpochOver:
