@@ -1,1 +1,1 @@
-"""What people see of a job: the console, the failure report, the timeline, TensorBoard event files."""
+"""What users see of a job: the console, the failure report, the timeline, TensorBoard event files."""

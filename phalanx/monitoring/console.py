@@ -1,12 +1,13 @@
-"""Many outputs on one terminal.
+"""Merges the output of all tasks on one terminal.
 
-Every line begins with the task that wrote it. Whole lines are simple. Anything else is a progress bar: text that is
-redrawn after a carriage return. On a terminal the chief's bar is drawn live, as without Phalanx, and the lines of other
-tasks are put above it: the bar is erased, the line written, the bar drawn again. Without a terminal a line is shown
-once it is complete, as a terminal would show it in the end.
+Every line begins with the name of the task that wrote it. Complete lines are easy. Everything else is a progress bar:
+text that is redrawn after a carriage return. On a terminal, the chief's bar is drawn live, as without Phalanx, and the
+lines of other tasks appear above it: erase the bar, write the line, redraw the bar. Without a terminal, each line is
+shown when it is complete, in its final state on a terminal.
 
-`LineAssembler` and `LiveLine` are text in, text out; `Console` owns the streams. Not `rich.live`: it draws renderables
-of this process, while here another process draws, with any escape sequences, and they must arrive as they were sent.
+`LineAssembler` and `LiveLine` are text in, text out; `Console` owns the streams. Not `rich.live`, which draws
+renderables of its own process. Here another process draws with arbitrary escape sequences, which must be passed through
+unchanged.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from typing import BinaryIO, Protocol
 
 from phalanx.monitoring.startup_noise import StartupNoiseFilter
 
-# A control sequence (ECMA-48, ECMA-35): CSI ... final byte, or OSC ... terminator, or an escape of two characters or
-# more, as `tput sgr0` (ESC ( B) and `tput sc` (ESC 7) write them.
+# A control sequence (ECMA-48, ECMA-35): CSI ... final byte, or OSC ... terminator, or an escape of at least two
+# characters, such as `tput sgr0` (ESC ( B) and `tput sc` (ESC 7).
 _ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[ -/]*[0-Z\\-~])")
 _COLOR_ESCAPE = re.compile(r"\x1b\[[0-9;:]*m")
 _INCOMPLETE_ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|\][^\x07\x1b]*|[ -/]+)?$")
@@ -36,12 +37,12 @@ _RESET = "\x1b[0m"
 _SHOW_CURSOR = "\x1b[?25h"
 # Distinct on dark and light backgrounds.
 _COLORS = ("36", "33", "35", "32", "34", "31")
-# A line that never ends must not fill the memory; it is shown in pieces of this length.
+# A line that never ends must not fill the memory, so it is shown in pieces of this length.
 MAX_LINE_CHARACTERS = 100_000
 # The longest sequences in use set a window's title.
 MAX_ESCAPE_CHARACTERS = 1000
 NOTEBOOK = -1
-"""Instead of the width of a terminal: lines do not wrap."""
+"""Replaces the width of a terminal; lines do not wrap."""
 
 
 class TextSink(Protocol):
@@ -62,7 +63,7 @@ def without_escapes(text: str) -> str:
 
 
 def width(text: str) -> int:
-    """Columns that a text without line breaks needs.
+    """Number of columns of a text without line breaks.
 
     Source: Unicode Standard Annex 11; East Asian characters and emoji take two columns, combining characters none.
     """
@@ -73,7 +74,7 @@ def width(text: str) -> int:
 
 
 def plain_text(content: bytes) -> str:
-    """A task's output as a terminal shows it in the end, without colors."""
+    """A task's output in its final state on a terminal, without colors."""
     lines = content.decode(errors="replace").replace("\r\n", "\n").split("\n")
     return "\n".join(_without_controls(_final(line)) for line in lines)
 
@@ -83,15 +84,15 @@ def _without_controls(line: str) -> str:
 
 
 class LineAssembler:
-    """Pieces of text in, complete lines out, each as a terminal shows it in the end."""
+    """Assembles pieces of text into complete lines, each in its final state on a terminal."""
 
     def __init__(self) -> None:
         self._rest = ""
 
     def feed(self, text: str) -> list[str]:
         *lines, self._rest = (self._rest + text).split("\n")
-        # A line without end is shown in pieces. Of a bar without end only what it shows now is kept: its history grows
-        # with each redraw.
+        # An endless line is shown in pieces. Of an endless bar, only the visible text is kept, because its history
+        # grows with each redraw.
         if len(self._rest) > MAX_LINE_CHARACTERS and "\r" not in self._rest:
             lines.append(self._rest)
             self._rest = ""
@@ -104,21 +105,21 @@ class LineAssembler:
         return [_final(line) for line in lines]
 
     def finish(self) -> list[str]:
-        """The last line, if it was not ended."""
+        """Return the last line if it is incomplete."""
         rest, self._rest = _final(self._rest), ""
         return [rest] if rest else []
 
 
 def _final(line: str) -> str:
-    """The visible part of a line in which carriage returns went back to its start."""
+    """The visible text of a line, in which carriage returns move back to its start."""
     drawn = [part.rstrip("\b") for part in line.split("\r")]
     return next((part for part in reversed(drawn) if without_escapes(part)), "")
 
 
 class PlainLog:
-    """The log file of one task: complete lines, as a terminal shows them in the end, without control characters.
+    """Log file of one task: complete lines in their final state on a terminal, without control characters.
 
-    Raises (each method): OSError if the file accepts no more.
+    Raises (each method): OSError if the file cannot be written.
     """
 
     def __init__(self, file: BinaryIO):
@@ -129,7 +130,7 @@ class PlainLog:
         self._write(self._lines[is_error].feed(text.replace("\r\n", "\n")))
 
     def finish(self) -> None:
-        """Log the last lines, if they were not ended."""
+        """Log the last lines if they are incomplete."""
         for assembler in self._lines.values():
             self._write(assembler.finish())
 
@@ -139,7 +140,7 @@ class PlainLog:
 
 
 class LiveLine:
-    """The terminal's last line, drawn by the chief: its output in, the terminal's input out.
+    """The terminal's last line, drawn by the chief. Converts the chief's output to the input of the terminal.
 
     Args:
         prefix: Text that precedes the line.
@@ -154,13 +155,13 @@ class LiveLine:
         self._is_notebook = is_notebook
         self._shown: list[str] = []  # what the last line shows, without the prefix
         self._shown_characters = 0
-        self._at_start = True  # the cursor is in the first column, and no prefix was written since
+        self._at_start = True  # the cursor is in the first column, without a prefix
         self.escaped = False  # whether the chief has used any escape sequence
-        self._escape = ""  # the beginning of an escape sequence whose end has not come yet
+        self._escape = ""  # the beginning of an incomplete escape sequence
 
     def feed(self, text: str) -> str:
         text = self._escape + text
-        # Anything longer is not a sequence after all, and is let through.
+        # Anything longer is not an escape sequence and is passed through.
         incomplete = _INCOMPLETE_ESCAPE.search(text, max(0, len(text) - MAX_ESCAPE_CHARACTERS))
         self._escape = incomplete.group() if incomplete else ""
         text = text[: len(text) - len(self._escape)]
@@ -177,11 +178,11 @@ class LiveLine:
             elif token == "\r":
                 self._at_start = True
             elif token == "\b" and (self._at_start or self._is_notebook):
-                continue  # it would run into the prefix; notebooks would remove parts of colors with it
+                continue  # it would move into the prefix; in notebooks, it would delete parts of color sequences
             elif token.startswith("\x1b[") and token[-1] in "JK":
                 self._begin()
             elif _ESCAPE.fullmatch(token) and not token.endswith("m"):
-                pass  # moves the cursor; the prefix waits for something visible
+                pass  # moves the cursor; the prefix waits for visible text
             elif self._at_start:
                 written.append(self._prefix)
                 self._begin(token)
@@ -190,41 +191,41 @@ class LiveLine:
                 self._shown.append(token)
                 self._shown_characters += len(token)
             written.append(token)
-            if self._shown_characters > MAX_LINE_CHARACTERS:  # it continues in another line
+            if self._shown_characters > MAX_LINE_CHARACTERS:  # it continues on a new line
                 written.append("\n")
                 self._begin()
                 self._at_start = True
         return "".join(written)
 
     def _begin(self, *shown: str) -> None:
-        """From now on the line shows this."""
+        """Replace the visible text of the line."""
         self._shown = list(shown)
         self._shown_characters = sum(map(len, shown))
 
     @property
     def is_open(self) -> bool:
-        """Whether the cursor stands in a line with text."""
+        """Whether the cursor is on a line with text."""
         return bool(self._shown) or not self._at_start
 
     def above(self, lines: str, columns: int) -> str:
-        """The text that puts `lines` (ending in a line break) above the live line."""
+        """Return the text that inserts `lines` (ending in a line break) above the live line."""
         if not self.is_open:
             return lines
         shown = self._prefix + "".join(self._shown)
-        if self._is_notebook:  # nothing erases what is longer than the new line, but spaces
+        if self._is_notebook:  # only spaces erase what is longer than the new line
             return f"\r{' ' * width(shown)}\r{_RESET}{lines}{shown}" + ("\r" if self._at_start else "")
-        # A bar that is longer than a line has wrapped: go up to its first row.
+        # A bar that is longer than a row has wrapped: go up to its first row.
         up = (width(shown) - 1) // columns if columns > 0 else 0
         erase = f"\r\x1b[{up}A\x1b[J" if up else _ERASE
-        # A bar that ends with a carriage return expects the cursor where that had put it.
+        # A bar that ends with a carriage return expects the cursor at the start of the line.
         return f"{erase}{_RESET}{lines}{shown}" + ("\r" if self._at_start else "")
 
 
 class Console:
-    """Shows the output of all tasks, and logs it to a file for each task.
+    """Shows the output of all tasks and logs it to one file per task.
 
     Args:
-        tasks: names of the tasks, in rank order; rank 0 is the chief.
+        tasks: Names of the tasks in rank order; rank 0 is the chief.
         out, err: Destinations of the tasks' stdout and stderr; the same object if both go to the same place.
         columns: Width of the terminal; None if `out` is not a terminal, NOTEBOOK if it is a notebook cell.
         color: Whether to color prefixes and keep the tasks' own colors.
@@ -249,19 +250,19 @@ class Console:
         self._color = color
         self._logs = [PlainLog(file) for file in logs]
         self._live = LiveLine(self._prefixes[0], is_notebook=columns == NOTEBOOK, color=color)
-        self._ended: list[TextSink] = []  # outputs that accept nothing any more, such as a file on a full disk
-        # By rank and whether it is stderr. A piece of output may end within a character, a line or an escape sequence.
+        self._ended: list[TextSink] = []  # outputs that can no longer be written, such as a file on a full disk
+        # Keys: rank, whether it is stderr. A piece of output may end within a character, a line or an escape sequence.
         self._decoders: dict[tuple[int, bool], codecs.IncrementalDecoder] = {}
         self._lines: dict[tuple[int, bool], LineAssembler] = {}
         self._filters: dict[tuple[int, bool], StartupNoiseFilter] | None = {} if quiet else None
 
     @property
     def is_merged(self) -> bool:
-        """Whether stdout and stderr of the tasks go to the same place."""
+        """Whether the tasks' stdout and stderr go to the same place."""
         return self._out is self._err
 
     def feed(self, rank: int, is_error: bool, data: bytes) -> None:
-        """Show what a task wrote, as far as lines are complete."""
+        """Show the complete lines of what a task has written."""
         source = (rank, is_error)
         if source not in self._decoders:
             self._decoders[source] = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -273,14 +274,14 @@ class Console:
         self._show(rank, is_error, text)
 
     def _show(self, rank: int, is_error: bool, text: str) -> None:
-        # The chief's stderr comes in lines: drawn live, it would have to share the last line with its stdout.
+        # The chief's stderr is shown in complete lines: drawn live, it would share the last line with its stdout.
         if rank == 0 and self.columns is not None and not is_error:
             self._write(False, self._live.feed(text))
         else:
             self._write_lines(rank, is_error, self._lines[rank, is_error].feed(text.replace("\r\n", "\n")))
 
     def log(self, rank: int, text: str) -> None:
-        """Add to the log of a task what is not shown."""
+        """Add text to the log of a task without showing it."""
         self._logged(lambda log: log.feed(True, text), rank)
         self._logged(PlainLog.finish, rank)
 
@@ -293,9 +294,9 @@ class Console:
                 self.message(f"phalanx: the log files end here ({error.strerror}); the job continues")
 
     def finish(self, rank: int) -> None:
-        """Show the rest of an exited task's last line; the next output begins a new line."""
+        """Show the rest of an exited task's last line; later output begins on a new line."""
         for is_error in (False, True):
-            if (rank, is_error) in self._decoders:  # the decoder may hold the beginning of a character
+            if (rank, is_error) in self._decoders:  # the decoder may hold an incomplete character
                 held = self._filters.pop((rank, is_error), StartupNoiseFilter()).finish() if self._filters else ""
                 rest = self._decoders[rank, is_error].decode(b"", final=True)
                 self._logged(functools.partial(PlainLog.feed, is_error=is_error, text=rest), rank)
@@ -309,11 +310,11 @@ class Console:
                 self._write_lines(rank, is_error, lines.finish())
 
     def message(self, text: str) -> None:
-        """Show lines of the launcher itself, on stderr."""
+        """Show lines of the launcher on stderr."""
         self._put_above(True, text if text.endswith("\n") else f"{text}\n")
 
     def close(self) -> None:
-        """Restore the terminal: the cursor visible and at the start of a line, no color."""
+        """Restore the terminal: cursor visible and at the start of a line, no color."""
         if self.columns is not None:
             self._write(False, self._live.feed("\n") if self._live.is_open else "")
             # An interrupted progress bar may have left the cursor hidden.
@@ -327,19 +328,19 @@ class Console:
 
     def _put_above(self, is_error: bool, lines: str) -> None:
         if self.columns is not None:
-            # The cursor is shared by both streams if both are the terminal; if not, this is just two writes.
+            # If both streams are the terminal, they share the cursor. Otherwise, these are independent writes.
             lines = self._live.above(lines, self.columns) if self._err is self._out or not is_error else lines
         self._write(is_error, lines)
 
     def _write(self, is_error: bool, text: str) -> None:
         sink: TextSink | None = self._err if is_error else self._out
-        if getattr(sink, "closed", False):  # a test runner's, which replaced the program's own
+        if getattr(sink, "closed", False):  # the stream of a test runner, which has replaced the original
             sink = sys.__stderr__ if is_error else sys.__stdout__
         if sink is None or sink in self._ended or not text:
             return
         try:
             write_whole(sink, text)
-        except BrokenPipeError:  # the reader has exited, and wants no job any more
+        except BrokenPipeError:  # the reader has exited, so the job is no longer wanted
             raise
         except OSError as error:
             self._ended.append(sink)
@@ -348,8 +349,8 @@ class Console:
 
 
 def write_whole(sink: TextSink, text: str) -> None:
-    """Write all of a text, waiting while the sink is full, for as long as a user pauses it: another process that shares
-    the pipe or terminal can make it non-blocking, as OpenSSH does. Characters that the sink's encoding lacks become
+    """Write a text completely. If the sink is full, wait, even while a user pauses it: another process that shares the
+    pipe or terminal can make it non-blocking, as OpenSSH does. Characters that the sink's encoding lacks become
     question marks."""
     encoding = getattr(sink, "encoding", None) or "utf-8"
     errors = getattr(sink, "errors", None) or "strict"
@@ -361,7 +362,7 @@ def write_whole(sink: TextSink, text: str) -> None:
         return
     while data:
         try:
-            sink.flush()  # what others have written; the stream itself would lose what is not accepted at once
+            sink.flush()  # text of other writers; `write` would lose what is not accepted at once
             data = data[os.write(descriptor, data) :]
         except BlockingIOError:
             writable = select.poll()
@@ -370,7 +371,7 @@ def write_whole(sink: TextSink, text: str) -> None:
 
 
 def _descriptor(sink: TextSink) -> int | None:
-    """The descriptor of a plain stream; None for a replacement (of a notebook, a test runner), which writes by
+    """The file descriptor of a plain stream; None for a replacement (by a notebook or a test runner), which writes by
     itself."""
     if type(sink) is not io.TextIOWrapper:
         return None
@@ -381,7 +382,7 @@ def _descriptor(sink: TextSink) -> int | None:
 
 
 def _discard(sink: TextSink) -> None:
-    """Discard what the sink still holds and would write at exit."""
+    """Discard buffered text that the sink would write at exit."""
     if isinstance(sink, io.TextIOWrapper):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sink.fileno())

@@ -1,4 +1,4 @@
-"""Event files for TensorBoard, without TensorFlow."""
+"""Writes event files for TensorBoard without TensorFlow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_available() -> bool:
 
 
 class EventWriter:
-    """Writes numbers that TensorBoard shows. The first one creates the file.
+    """Writes scalars for TensorBoard. The first scalar creates the file.
 
     Raises: ConfigurationError naming the package that is not installed.
     """
@@ -38,8 +38,8 @@ class EventWriter:
         self._writer: Any = None
 
     def scalars(self, values: Mapping[str, Any], step: int) -> None:
-        """Write numbers by name; they are in the file when this returns. Numbers of an array (a score for each class)
-        have their index after the name: `f1_score/0`.
+        """Write numbers by name. They are in the file when this returns. Elements of an array (such as one score per
+        class) are named by index: `f1_score/0`.
 
         Raises: OSError if they cannot be written.
         """
@@ -54,7 +54,7 @@ class EventWriter:
         self._folder.upload()
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the file. Safe to call twice."""
         folder, self._folder = self._folder, None
         writer, self._writer = self._writer, None
         if writer is not None:

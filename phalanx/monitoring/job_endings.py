@@ -1,4 +1,4 @@
-"""How a job ended: it succeeded, someone stopped it, or it failed. A stop is no failure, whatever its exit code."""
+"""How a job ended: it succeeded, a user stopped it, or it failed. A stop is not a failure, whatever its exit code."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RUNNING, SUCCEEDED, STOPPED, FAILED = "running", "succeeded", "stopped", "failed
 
 
 def status_of(end: JobEnded) -> str:
-    """SUCCEEDED, STOPPED or FAILED. Where a task was the cause, the job has failed, whatever its code."""
+    """SUCCEEDED, STOPPED or FAILED. If a task was the cause, the job has failed, whatever its exit code."""
     if end.code == 0:
         return SUCCEEDED
     was_stopped = end.code == PreemptedError.exit_code or _signal_of(end.code) is not None
@@ -19,7 +19,7 @@ def status_of(end: JobEnded) -> str:
 
 
 def describe_ending(end: JobEnded) -> str:
-    """Why the job ended, in one line."""
+    """Describe in one line why the job ended."""
     if status_of(end) != STOPPED:
         return end.reason
     number = _signal_of(end.code)
@@ -29,7 +29,7 @@ def describe_ending(end: JobEnded) -> str:
 
 
 def _signal_of(code: int) -> signal.Signals | None:
-    """The signal that an exit code stands for, if it is one."""
+    """The signal that an exit code represents, if any."""
     try:
         return signal.Signals(code - SIGNAL_BASE)
     except ValueError:

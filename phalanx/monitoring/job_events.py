@@ -1,5 +1,5 @@
-"""What happens in a job, as values: the one stream behind `events.jsonl`, `phalanx status`, `top`, the dashboard and
-the report. The launcher records them; `job_view` says what they mean. Times are seconds since 1970.
+"""The events of a job: the one stream behind `events.jsonl`, `phalanx status`, `top`, the dashboard and the report. The
+launcher records them; `job_view` interprets them. Times are seconds since 1970.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ import msgspec
 from phalanx.monitoring.worker_figures import TaskReport
 
 EVENTS_FILE = "events.jsonl"
-"""In the log directory of a job: one event per line."""
+"""File in the log directory of a job, with one event per line."""
 
 FIXED, ELASTIC, SERVERS = "fixed", "elastic", "parameter servers"
-"""The kinds of jobs."""
+"""Kinds of jobs."""
 
 
 class JobStarted(msgspec.Struct, frozen=True, tag="job_started"):
-    """The launcher is about to start the tasks; again, if it restarts the whole job.
+    """The launcher is about to start the tasks, or to restart the whole job.
 
     Attributes:
         job: ID of the job.
         program: Command line of the program.
         kind: FIXED, ELASTIC or SERVERS.
-        tasks: names of all tasks, in rank order.
+        tasks: Names of all tasks in rank order.
         minimum, maximum: Bounds on the number of workers.
         host, pid: Host and process of the launcher.
         version: Phalanx version.
@@ -69,7 +69,7 @@ class TaskExited(msgspec.Struct, frozen=True, tag="task_exited"):
 
 
 class GenerationFormed(msgspec.Struct, frozen=True, tag="generation_formed"):
-    """These tasks, in rank order, train together from now on."""
+    """A generation begins. Its tasks are in rank order."""
 
     at: float
     generation: int
@@ -80,10 +80,10 @@ class HostStatus(msgspec.Struct, frozen=True):
     """A host on which workers may run.
 
     Attributes:
-        slots, taken: the number of workers that it can run, and that it runs.
-        blacklisted_until: when it is used again, if it is blacklisted.
-        reason: why it is.
-        is_drained: whether a user has withdrawn it.
+        slots, taken: Number of workers that the host can run, and that it runs.
+        blacklisted_until: Time at which a blacklisted host is used again; None if it is not blacklisted.
+        reason: Why the host is blacklisted.
+        is_drained: Whether a user has drained the host.
     """
 
     name: str
@@ -95,39 +95,39 @@ class HostStatus(msgspec.Struct, frozen=True):
 
 
 class HostsChanged(msgspec.Struct, frozen=True, tag="hosts_changed"):
-    """The hosts of the job."""
+    """The hosts of the job have changed."""
 
     at: float
     hosts: list[HostStatus]
 
 
 class StragglersChanged(msgspec.Struct, frozen=True, tag="stragglers_changed"):
-    """The others wait for these tasks."""
+    """The set of stragglers has changed: the other tasks wait for these."""
 
     at: float
     tasks: list[str]
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
-    """The activity of the tasks that have reported anything new; about once a second."""
+    """Activity of the tasks that have sent a new report, recorded about once a second."""
 
     at: float
     reports: dict[str, TaskReport]
 
 
 class WorkersRequested(msgspec.Struct, frozen=True, tag="workers_requested"):
-    """A user has requested another number of workers."""
+    """A user has requested a different number of workers."""
 
     at: float
     workers: int
 
 
 class EpochFinished(msgspec.Struct, frozen=True, tag="epoch_finished"):
-    """The logs of an epoch, with those of its validation.
+    """The logs of an epoch, including those of its validation.
 
     Attributes:
-        epoch: its index, from 0.
-        steps: training steps since the job began.
+        epoch: Index of the epoch, starting at 0.
+        steps: Training steps since the job began.
     """
 
     at: float
@@ -137,7 +137,7 @@ class EpochFinished(msgspec.Struct, frozen=True, tag="epoch_finished"):
 
 
 class CheckpointWritten(msgspec.Struct, frozen=True, tag="checkpoint_written"):
-    """A checkpoint is complete."""
+    """A checkpoint has been written."""
 
     at: float
     step: int
@@ -145,21 +145,21 @@ class CheckpointWritten(msgspec.Struct, frozen=True, tag="checkpoint_written"):
 
 
 class Noticed(msgspec.Struct, frozen=True, tag="noticed"):
-    """The launcher has told the user this line."""
+    """The launcher has shown a line to the user."""
 
     at: float
     text: str
 
 
 class JobEnded(msgspec.Struct, frozen=True, tag="job_ended"):
-    """All tasks have exited, and the job is not started again.
+    """All tasks have exited, and the job is not restarted.
 
     Attributes:
-        code: its exit code.
-        reason: why, in one sentence.
-        task: the task that was the cause; empty if none was.
-        page: the failure report; empty if the job has succeeded, or someone has stopped it.
-        folded: the same without the frames of libraries.
+        code: Exit code of the job.
+        reason: Why the job ended, in one sentence.
+        task: Task that was the cause; empty if there was none.
+        page: Failure report; empty if the job succeeded or a user stopped it.
+        folded: The failure report without stack frames of libraries.
     """
 
     at: float

@@ -1,7 +1,7 @@
-"""The state of a job as people see it, and how each event changes it. Pure: state and event in, state out.
+"""The state of a job as users see it, and how each event changes it. Pure: state and event in, state out.
 
-The launcher keeps the state of its job. Every program that shows a job reads it there, or builds it from
-`events.jsonl`. It is bounded, however long the job runs: curves are thinned, and of lists the newest entries are kept.
+The launcher keeps the state of its job. Programs that show a job read it from the launcher or rebuild it from
+`events.jsonl`. Its size is bounded, however long the job runs: curves are thinned, and lists keep their newest entries.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from phalanx.monitoring.preparation import is_preparation
 from phalanx.monitoring.worker_figures import GpuFigures, ServerFigures, TaskReport, WorkerFigures
 
 WINDOW_S = 5.0
-"""Rates are measured over this time."""
+"""Time window for rates."""
 MAX_POINTS = 1200
-"""More than a screen has columns for."""
+"""More points than a screen has columns."""
 FIRST_INTERVAL_S = 1.0
 MAX_FEED = 400
 MAX_SPANS = 600
 MAX_GENERATIONS = 300
 UNREPORTED_S = 5.0
-"""A process that reports nothing for this long is stopped, or its host is overloaded."""
+"""A process that sends no report for this long is stopped, or its host is overloaded."""
 
 INFO, GOOD, WARNING, BAD = "info", "good", "warning", "bad"
 ACTIONS = ("stop", "checkpoint", "scale", "drain")
-"""What users can do with a job."""
+"""Actions that users can take on a job."""
 NO_RATES = {"steps_per_s": 0.0, "samples_per_s": 0.0, "bytes_per_s": 0.0, "network_bytes_per_s": 0.0}
-"""The rates of a job or task that is not running."""
+"""Rates of a job or task that is not running."""
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """The figures of one process at one point in time."""
+    """Figures of a process at one point in time."""
 
     at: float
     figures: WorkerFigures
 
 
 class MemberView(msgspec.Struct, frozen=True):
-    """A task.
+    """State of a task.
 
     Attributes:
         host, pid: Location of its current or last process; a pid of 0 means that none has started yet.
@@ -63,7 +63,7 @@ class MemberView(msgspec.Struct, frozen=True):
         bytes_per_s, network_bytes_per_s: Rates of bytes sent in collectives: all of them, and those outside shared
             memory.
         updates_per_s: Update rate of a parameter server.
-        compute_s, wait_s: seconds per step, over the last seconds; None if it took no step.
+        compute_s, wait_s: Seconds per step over the last seconds; None if it took no step.
         wait_fraction: Fraction of the last seconds spent waiting.
         computed_s, waited_s: Totals over all its processes.
         prepared_s: The part of `computed_s` spent before each process had completed its first step.
@@ -114,11 +114,11 @@ class MemberView(msgspec.Struct, frozen=True):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """The job at one time.
+    """State of the job at one point in time.
 
     Attributes:
-        step: training steps since the job began.
-        logs: loss and metrics.
+        step: Training steps since the job began.
+        logs: Loss and metrics.
     """
 
     at: float
@@ -130,7 +130,7 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class EpochPoint(msgspec.Struct, frozen=True):
-    """The logs of an epoch, which counts from 0."""
+    """Logs of an epoch. Epochs count from 0."""
 
     at: float
     step: int
@@ -139,7 +139,7 @@ class EpochPoint(msgspec.Struct, frozen=True):
 
 
 class FeedItem(msgspec.Struct, frozen=True):
-    """Something that has happened; `level` is INFO, GOOD, WARNING or BAD."""
+    """An entry of the event feed; `level` is INFO, GOOD, WARNING or BAD."""
 
     at: float
     level: str
@@ -147,7 +147,7 @@ class FeedItem(msgspec.Struct, frozen=True):
 
 
 class Span(msgspec.Struct, frozen=True):
-    """The life of one process of a task; `end` is None while it runs."""
+    """Lifetime of one process of a task; `end` is None while it runs."""
 
     task: str
     start: float
@@ -157,7 +157,7 @@ class Span(msgspec.Struct, frozen=True):
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """A membership, from a time on."""
+    """A membership and the time at which it was formed."""
 
     at: float
     number: int
@@ -172,14 +172,14 @@ class JobView(msgspec.Struct, frozen=True):
         began_at, ended_at, now: Times of the first and the last event; `ended_at` is 0 while the job runs.
         status: RUNNING, SUCCEEDED, STOPPED or FAILED.
         wanted: Target number of workers.
-        members: the tasks by name, in rank order.
+        members: Tasks by name, in rank order.
         epoch, step: Position of the current or last training step; both count from 0.
         total_epochs: Number of epochs of this `fit`; None if unknown.
         steps, samples, bytes_sent: Totals over all members since the job began.
         restarts: Number of times that the launcher has restarted the whole job.
         logs: Current training loss and metrics.
         history: Points of the curves, at least `interval_s` apart; `thinned` counts how often they were thinned.
-        stragglers_seen: how often each task was a straggler.
+        stragglers_seen: Number of times that each task was a straggler.
     """
 
     started: events.JobStarted | None = None
@@ -216,17 +216,17 @@ class JobView(msgspec.Struct, frozen=True):
 
     @property
     def workers(self) -> list[MemberView]:
-        """The tasks that train and run."""
+        """The running tasks that train."""
         return [member for member in self.members.values() if member.trains and member.is_running]
 
 
 def replay(stream: Iterable[JobEvent]) -> JobView:
-    """The state after these events."""
+    """Return the state after these events."""
     return reduce(advance, stream, JobView())
 
 
 def advance(state: JobView, event: JobEvent) -> JobView:
-    """The state after one more event."""
+    """Return the state after one more event."""
     state = replace(state, now=max(state.now, event.at))
     match event:
         case events.JobStarted():
@@ -258,10 +258,10 @@ def advance(state: JobView, event: JobEvent) -> JobView:
 
 
 def why_not(state: JobView, action: str) -> str:
-    """Why something cannot be done with the job now; empty if it can.
+    """Why an action is not possible now; empty if it is.
 
     Args:
-        action: one of `ACTIONS`.
+        action: One of `ACTIONS`.
     """
     if state.status != RUNNING:
         return "The job has ended."
@@ -304,7 +304,7 @@ def _task_started(state: JobView, event: events.TaskStarted) -> JobView:
         host=event.host,
         pid=event.pid,
         is_running=True,
-        is_member=state.generation == 0 or not former.trains,  # a worker that comes later waits for a generation
+        is_member=state.generation == 0 or not former.trains,  # a worker that joins later waits for a generation
         starts=former.starts + 1,
         steps_before=state.steps,
         computed_s=former.computed_s,
@@ -323,7 +323,7 @@ def _task_exited(state: JobView, event: events.TaskExited) -> JobView:
         return state
     level = INFO if event.code in (0, PreemptedError.exit_code) or event.by_launcher else BAD
     spans = list(state.spans)
-    for index in range(len(spans) - 1, -1, -1):  # the present process's is the last one; it may have been dropped
+    for index in range(len(spans) - 1, -1, -1):  # the last one is that of the current process; it may have been dropped
         if spans[index].task == event.task and spans[index].end is None:
             spans[index] = replace(spans[index], end=event.at, level=level, how=event.how)
             break
@@ -390,7 +390,7 @@ def _epoch_finished(state: JobView, event: events.EpochFinished) -> JobView:
         steps=steps,
         epochs=(*state.epochs, point)[-MAX_POINTS:],
         epoch=state.epoch if is_next_running else event.epoch,
-        logs={**state.logs, **trained},  # of all its steps; what the tasks report is a little older
+        logs={**state.logs, **trained},  # means over all steps of the epoch; reports of the tasks are slightly older
     )
 
 
@@ -402,9 +402,9 @@ def _job_ended(state: JobView, event: events.JobEnded) -> JobView:
 
 
 def _measured(state: JobView, event: events.Measured) -> JobView:
-    # Members take the same steps, and servers make the same updates: the job has taken as many as the one that is
-    # ahead. (What each has done since its last report does not add up: reports are of different moments.) Samples and
-    # bytes are each member's own, and are added up.
+    # Members take the same steps, and servers make the same updates: the most advanced member determines the steps of
+    # the job. (Increments since the last reports cannot be summed, because the reports have different times.) Samples
+    # and bytes differ per member and are summed.
     members, samples, sent = dict(state.members), 0, 0
     for task, report in event.reports.items():
         if (former := members.get(task)) is None or not former.is_running:
@@ -452,15 +452,15 @@ def _reported(member: MemberView, report: TaskReport, at: float) -> MemberView:
     last = member.recent[-1].figures if member.recent else WorkerFigures()
     computed_s = figures.computed_s - last.computed_s
     recent = (*(sample for sample in member.recent if sample.at > at - WINDOW_S), Sample(at, figures))
-    if is_preparing:  # rates are those of the steps that follow
+    if is_preparing:  # rates start with the next step
         recent = recent[-1:]
-    elif len(recent) == 1 and member.recent:  # a rate needs two, however old the other one is
+    elif len(recent) == 1 and member.recent:  # a rate needs two samples, however old the other one is
         recent = (member.recent[-1], *recent)
     return replace(
         member,
         reported_at=at,
         **_rates(recent, is_preparing=is_preparing),
-        # Figures begin at 0 with each process of the task; these totals go on.
+        # Figures start at 0 in each process of the task; these totals continue.
         computed_s=member.computed_s + computed_s,
         waited_s=member.waited_s + figures.waited_s - last.waited_s,
         prepared_s=member.prepared_s + (computed_s if is_preparing else 0.0),
@@ -473,8 +473,8 @@ def _reported(member: MemberView, report: TaskReport, at: float) -> MemberView:
 
 
 def _rates(recent: tuple[Sample, ...], *, is_preparing: bool) -> dict[str, float | None]:
-    """The rates of a member from what it has reported, oldest first; of a single report, those since it began. One that
-    prepares has none."""
+    """The rates of a member from its reports, oldest first; from a single report, the rates since its start. A member
+    that is preparing has no rates."""
     first, last = recent[0], recent[-1]
     gained, passed_s = last.figures.since(first.figures), last.at - first.at
     if len(recent) == 1 and not is_preparing:
@@ -497,34 +497,34 @@ def _rates(recent: tuple[Sample, ...], *, is_preparing: bool) -> dict[str, float
 
 
 def _gained(former: MemberView, member: MemberView) -> WorkerFigures:
-    """The increase of a process's figures between two reports."""
+    """Increase of a process's figures between two reports."""
     new = member.recent[-1].figures if member.recent else WorkerFigures()
     return new.since(former.recent[-1].figures if former.recent else WorkerFigures())
 
 
 def _newer_logs(state: JobView, member: MemberView) -> dict[str, float | None]:
-    """The loss and metrics of a member, if they are news. After an epoch, those of the whole epoch are newer."""
+    """The loss and metrics of a member if they are new. After an epoch, the logs of the whole epoch are newer."""
     former, logs = state.members[member.task], member.recent[-1].figures.logs
     is_known = bool(former.recent) and logs == former.recent[-1].figures.logs
     return {} if is_known or (member.epoch is None and state.logs) else logs
 
 
 def _steps_taken(member: MemberView) -> int:
-    """By its present process; of a server, its updates."""
+    """Steps taken by the current process of a member; for a server, its updates."""
     if member.server is not None:
         return member.server.version
     return member.recent[-1].figures.steps if member.recent else 0
 
 
 def _continued(former: MemberView, member: MemberView, steps: int) -> MemberView:
-    """A member after a report. Of a server that was started again, the first version is what it has restored."""
+    """A member after a report. The first version that a restarted server reports is the one that it has restored."""
     is_restored = member.server is not None and member.starts > 1 and not (former.server and former.server.version)
     return replace(member, steps_before=steps - _steps_taken(member)) if is_restored else member
 
 
 def _with_point(state: JobView, at: float) -> JobView:
-    """Add a point to the curves; if they have too many, every second one goes."""
-    # 0.9, because reports come at about the interval: one that is a little early must not cost a point.
+    """Add a point to the curves. If there are too many points, drop every second one."""
+    # 0.9, because reports arrive at about this interval: a slightly early one must not be skipped.
     if not state.steps or (state.history and at - state.history[-1].at < state.interval_s * 0.9):
         return state
     point = Point(at, state.steps, state.samples_per_s, state.steps_per_s, state.bytes_per_s, state.logs)
@@ -535,11 +535,11 @@ def _with_point(state: JobView, at: float) -> JobView:
 
 
 def _with_last_point(state: JobView) -> JobView:
-    """End the curves with the last figures, however soon they came after those before."""
+    """End the curves with the last figures, however close they are to the previous point."""
     if not state.history or (state.history[-1].step, state.history[-1].logs) == (state.steps, state.logs):
         return state
     heard_at = max(member.reported_at for member in state.members.values())
-    # The rates of now are those of the tasks that exited last.
+    # The current rates are those of the tasks that exited last.
     last = replace(state.history[-1], at=max(heard_at, state.history[-1].at), step=state.steps, logs=state.logs)
     return replace(state, history=(*state.history, last))
 

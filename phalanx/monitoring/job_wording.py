@@ -1,5 +1,5 @@
-"""What a job and its tasks do, in words for people. Epochs and steps count from 1 there, as Keras's progress bar does;
-everywhere else (events, JSON, Prometheus) they count from 0.
+"""Describes the activity of a job and its tasks for users. Epochs and steps count from 1 here, as in Keras's progress
+bar; everywhere else (events, JSON, Prometheus) they count from 0.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _ACTIVITIES = {
 
 
 def place(epoch: int | None, step: int | None, total_epochs: int | None = None) -> str:
-    """A position in the training, such as `epoch 3 of 5, step 7`; empty if there is none.
+    """Position in the training, such as `epoch 3 of 5, step 7`; empty if there is none.
 
     Args:
         epoch: Epoch, counted from 0; None outside the epochs of `fit`.
-        step: Step within the epoch, counted from 0; without an epoch, a number that is shown unchanged.
-        total_epochs: None leaves it out.
+        step: Step within the epoch, counted from 0; without an epoch, shown unchanged.
+        total_epochs: Number of epochs; None to omit it.
     """
     if epoch is None:
         return "" if step is None else f"step {step}"
@@ -31,7 +31,7 @@ def place(epoch: int | None, step: int | None, total_epochs: int | None = None) 
 
 
 def position(view: JobView) -> str:
-    """Where a job is in its epochs, or was when it ended."""
+    """Current or last position of a job in its epochs."""
     if view.epoch is None:
         return ""
     lead = _lead(view)
@@ -40,10 +40,10 @@ def position(view: JobView) -> str:
 
 
 def progress(view: JobView) -> str:
-    """How fast a job trains; while it takes no steps, how many it has taken, and what it does now."""
+    """Steps per second of a job. While it takes no steps: the number taken so far, and its current activity."""
     lead = _lead(view)
     is_preparing = lead is not None and lead.is_preparing
-    # A step that has begun counts; the first one of all takes a while, and is not over.
+    # Steps count when they begin, but the very first one takes a while and is not finished yet.
     taken = f"{view.steps:,} step{'s' * (view.steps != 1)}" if view.steps > is_preparing else "no step yet"
     if view.steps_per_s:
         return f"{view.steps_per_s:.3g} steps/s"
@@ -53,7 +53,7 @@ def progress(view: JobView) -> str:
 
 
 def doing(member: MemberView, now: float) -> str:
-    """A task's present activity."""
+    """Current activity of a task."""
     if not member.is_running:
         return member.how or "not started"
     if not member.phase:
@@ -68,14 +68,14 @@ def doing(member: MemberView, now: float) -> str:
 
 
 def activity(member: MemberView) -> str:
-    """The phase of a task that runs."""
+    """Phase of a running task."""
     phase = member.phase
     known = describe(phase) if member.is_preparing or phase != FIRST_STEP else None
     return known or _ACTIVITIES.get(phase, phase)
 
 
 def _lead(view: JobView) -> MemberView | None:
-    """The first task that trains, before those that still prepare; when none runs, the one that was heard of last."""
+    """The first running task that trains, preferably one that is not preparing; if none runs, the last to report."""
     known = [member for member in view.members.values() if member.trains and member.phase]
     running = [member for member in known if member.is_running and member.is_member]
     if running:

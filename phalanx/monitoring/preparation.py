@@ -1,29 +1,30 @@
-"""What a process does before its first step is over: it imports libraries, receives values, and compiles the step.
+"""Phases of a process until its first step is complete: importing libraries, receiving values, compiling the step.
 
-That is no training, so it counts as starting, and not as computing.
+They count as starting, not as computing, because the process does not train yet.
 """
 
 from __future__ import annotations
 
 IMPORT_OF = "import of "
-"""The beginning of a phase in which the program imports a library."""
+"""Prefix of a phase in which the program imports a library."""
 FIRST_STEP = "gradients"
-"""The phase of a step that computes: the first one also compiles."""
+"""Phase of a step that computes. The first step also compiles."""
 _PHASES = ("start of the program", "initial values", "compilation", FIRST_STEP)
 
 
 def describe(phase: str) -> str | None:
-    """One of the two phases that take long enough to be shown, in words; None for others."""
+    """Description of a phase that takes long enough to be shown; None for others."""
     if phase.startswith(IMPORT_OF):
         return f"importing {phase.removeprefix(IMPORT_OF)}"
     return "first step (JAX and TensorFlow compile the model)" if phase == FIRST_STEP else None
 
 
 def is_preparation(phase: str, steps: int) -> bool:
-    """Whether a process prepares.
+    """Whether a process is preparing.
 
     Args:
-        phase: what it does.
-        steps: that it has begun; the first one is over when another begins, or when it gets to another phase.
+        phase: Current phase of the process.
+        steps: Number of steps begun. The first is complete when the next step begins or the process enters another
+            phase.
     """
     return steps <= 1 and (phase in _PHASES or phase.startswith(IMPORT_OF))

@@ -1,7 +1,7 @@
-"""Leaves out the lines that TensorFlow writes while it is imported, before any setting of the user reaches it.
+"""Removes the lines that TensorFlow writes during its import, before any setting of the user takes effect.
 
-TF_CPP_MIN_LOG_LEVEL turns off its other lines of this kind; these come from native code before that is read. Text in,
-text out: what may become such a line is held back until it is one, or is not.
+TF_CPP_MIN_LOG_LEVEL disables other such lines, but native code writes these before reading it. Text in, text out: text
+that may become such a line is held back until this is decided.
 """
 
 from __future__ import annotations
@@ -9,26 +9,26 @@ from __future__ import annotations
 import re
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
-"""Variables of a worker whose native code writes errors only, as that of every worker does by default."""
+"""Variables that make native code write only errors. Every worker has them by default."""
 LOUD = {"TF_CPP_MIN_LOG_LEVEL": "0"}
-# The header, and what absl writes at the level of information until it is initialized.
+# The header, and messages of absl at INFO level before its initialization.
 _BEGINNINGS = (
     "WARNING: All log messages before absl::InitializeLog() is called",
     "I0000 00:00:",
-    "[Gloo] Rank ",  # its collectives are connected, once for each device
+    "[Gloo] Rank ",  # collectives are connected, once per device
 )
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 class StartupNoiseFilter:
-    """Filters one stream."""
+    """Filter of one stream."""
 
     def __init__(self) -> None:
-        self._held = ""  # the beginning of a line that may still become noise
-        self._begins_line = True  # what follows begins a line
+        self._held = ""  # the beginning of a line that may become noise
+        self._begins_line = True  # the next text begins a line
 
     def feed(self, text: str) -> str:
-        """The text without lines of noise, less what is held back."""
+        """Return the text without noise and without what is held back."""
         text, self._held = self._held + text, ""
         shown = []
         for line in _LINE.findall(text):
@@ -40,7 +40,7 @@ class StartupNoiseFilter:
         return "".join(shown)
 
     def finish(self) -> str:
-        """The output that was held back."""
+        """Return the text that was held back."""
         held, self._held = self._held, ""
         return "" if held.startswith(_BEGINNINGS) else held
 

@@ -2,8 +2,9 @@
 
 All members take the same steps together, so a step takes the same time on all of them, but they divide it differently:
 a slow member computes while the others wait. It is a *straggler* if, over some seconds, it computes at least `SLOW`
-times as long as the median of the others, and these wait for a good part of the time. If no member waits, there is no
-straggler, however different the members are. Reports arrive twice a second, so detection costs a step nothing.
+times as long as the median of the others, and the others wait for a significant part of the time. If no member waits,
+there is no straggler, however much the members differ. Reports arrive twice a second, so detection costs a step
+nothing.
 """
 
 from __future__ import annotations
@@ -18,32 +19,32 @@ from phalanx.monitoring.job_wording import place
 from phalanx.monitoring.worker_figures import TaskReport, WorkerFigures
 
 WINDOW_S = 10.0
-"""Members are compared over this time. Long compared with what a single member does now and then, such as saving."""
+"""Time window of the comparison. Long compared with occasional work of a single member, such as saving."""
 MIN_KNOWN_S = 4.0
-"""At least this much time must be known of each member."""
+"""Minimum time covered by the reports of each member."""
 SLOW = 1.5
 """A member that computes this many times as long as the others is a straggler."""
 RECOVERED = 1.25
-"""A straggler has recovered below this factor. Less than `SLOW`, so that small fluctuations are not reported."""
+"""Below this factor, a straggler has recovered. Less than `SLOW`, so that small fluctuations are not reported."""
 MIN_WAITING = 0.2
-"""The fraction of the time that the other members must spend waiting."""
+"""Minimum fraction of the time that the other members spend waiting."""
 COMPILED_STEPS = 2
-"""A member that has begun so many steps has finished the first one, in which it compiles the model."""
+"""A member that has begun this many steps has finished the first one, in which it compiles the model."""
 UNCOUNTED_S = 60.0
-"""Of programs that report no steps, such as custom loops, what comes after this time counts."""
+"""If a program reports no steps, such as a custom loop, figures after this time count."""
 QUIET_S = 60.0
 """Minimum time between two warnings about slow members."""
 
 COLLECTIVE = "all_reduce"
-"""The phase of a member that waits for others. It is not reported as stuck; the member it waits for is."""
+"""Phase of a member that waits for others. The member that it waits for is reported as stuck, not the waiting one."""
 
 
 class _Member:
-    """The figures of a task that has reported.
+    """Figures of a task that has reported.
 
     Attributes:
         name: Display name.
-        window: Figures of the last seconds. They are cumulative: the last minus the first is the work in between.
+        window: Figures of the last seconds. They are cumulative: last minus first is the work in between.
         position: Position at the last report; None until there are two reports.
         is_slow: Whether the other members wait for it.
         is_noted: Whether the user was warned.
@@ -61,18 +62,18 @@ class _Member:
         if self.window and (self.window[-1][1].steps >= COMPILED_STEPS or now - self._first_at >= UNCOUNTED_S):
             self.position = report
         else:
-            self.window.clear()  # it may still compile: nothing before this report counts
+            self.window.clear()  # it may still be compiling: nothing before this report counts
         self.window.append((now, figures))
 
     def restart(self) -> None:
-        """Forget what it has done. Its next figures are those that later ones are compared with: what it did between
-        its last report and now is not counted."""
+        """Discard its figures. Its next report becomes the new baseline, so work between its last report and now does
+        not count."""
         self.window.clear()
         self.position = None
 
     def gained(self, now: float) -> WorkerFigures:
-        """Its figures for the last seconds; for a silent task, the last ones it reported."""
-        # The second one decides: the first may be older, so that the window covers WINDOW_S at least.
+        """Return its figures for the last seconds; for a silent task, the last ones that it reported."""
+        # Check the second entry: the first may be older, so that the window covers at least WINDOW_S.
         while len(self.window) > 2 and self.window[1][0] < now - WINDOW_S:
             self.window.popleft()
         return self.window[-1][1].since(self.window[0][1]) if self.window else WorkerFigures()
@@ -82,28 +83,28 @@ class _Member:
 
 
 class StragglerDetector:
-    """Compares all members of a job, from their second step on. When one has exited or joined, it forgets what they
-    have done: the others have waited for something else.
+    """Compares all members of a job, starting with their second step. Discards their figures when a member exits or
+    joins, because the others have then waited for something else.
 
     Args:
-        timeout_s: a member that stays at the same position for this many seconds is reported once.
+        timeout_s: Seconds after which a member that stays at the same position is reported once.
     """
 
     def __init__(self, *, timeout_s: float = math.inf):
         self._timeout_s = timeout_s
-        self._known: dict[str, _Member] = {}  # by task; those that have reported figures
-        self._training: Collection[str] | None = None  # all, while it is None
-        self._noted_at = -math.inf  # when a slow member was shown last
+        self._known: dict[str, _Member] = {}  # by task; only tasks that have reported figures
+        self._training: Collection[str] | None = None  # None: all tasks
+        self._noted_at = -math.inf  # time of the last warning about a slow member
 
     def use_members(self, tasks: Collection[str]) -> None:
-        """From now on these tasks train together; the others, which have started, do not take part yet."""
+        """Set the tasks that train. Other tasks that have started do not take part yet."""
         self._training = set(tasks)
         for task, member in self._known.items():
             member.restart()
             member.is_slow &= task in self._training
 
     def forget(self, task: str) -> None:
-        """The process of this task has exited."""
+        """Remove a task whose process has exited."""
         members = self._members
         if self._known.pop(task, None) in members:
             for member in members:
@@ -111,7 +112,7 @@ class StragglerDetector:
 
     @property
     def slow(self) -> list[str]:
-        """The tasks that the others wait for."""
+        """Tasks that the others wait for."""
         return [task for task, member in self._known.items() if member.is_slow]
 
     @property
@@ -119,13 +120,13 @@ class StragglerDetector:
         return [member for task, member in self._known.items() if self._training is None or task in self._training]
 
     def add(self, task: str, name: str, report: TaskReport, now: float) -> list[str]:
-        """Record a report of a task; returns lines to show. Each change is reported once.
+        """Record a report of a task, and return lines to show. Each change is reported once.
 
         Args:
-            task: the one that has reported.
-            name: how to call it.
-            report: what it has reported.
-            now: seconds of a steady clock.
+            task: Task that sent the report.
+            name: Display name of the task.
+            report: The report.
+            now: Seconds of a monotonic clock.
         """
         if report.figures is None:
             return []
@@ -137,7 +138,7 @@ class StragglerDetector:
         lines = []
         for index, member in enumerate(members):
             others = gained[:index] + gained[index + 1 :]
-            # Enough must be known of all others; of a member that has fallen silent, less is.
+            # Requires enough figures of all others; for a silent member, fewer suffice.
             if others and min(_known_s(other) for other in others) >= MIN_KNOWN_S:
                 lines += self._compare(member, gained[index], others, now)
         return lines + [line for member in members for line in self._find_stuck(member)]
@@ -152,7 +153,7 @@ class StragglerDetector:
             if silent_s < UNREPORTED_S and keeps_up:
                 member.is_slow = False
                 return [f"{member.name} recovered"] if member.is_noted else []
-        elif 1 - computing >= MIN_WAITING:  # if the others do not wait, no member holds them up
+        elif 1 - computing >= MIN_WAITING:  # if the others do not wait, no member delays them
             if silent_s >= UNREPORTED_S:
                 return self._note(member, f"has been silent for {silent_s:.0f} s, and the others wait for it", now)
             if is_known and _exceeds(own, SLOW * computing, SLOW * computed_s):
@@ -161,7 +162,7 @@ class StragglerDetector:
         return []
 
     def _note(self, member: _Member, what: str, now: float) -> list[str]:
-        """The others wait for a member. Those found at the same time are shown, then none for a while."""
+        """Mark a member as slow. Members found at the same time are shown, then none for a while."""
         member.is_slow, member.is_noted = True, not 0 < now - self._noted_at < QUIET_S
         if not member.is_noted:
             return []
@@ -182,14 +183,14 @@ def _known_s(figures: WorkerFigures) -> float:
 
 
 def _computing(figures: WorkerFigures) -> float:
-    """The fraction of its time that a member computes."""
+    """Fraction of the time that a member computes."""
     return figures.computed_s / _known_s(figures)
 
 
 def _exceeds(own: WorkerFigures, fraction: float, seconds: float) -> bool:
-    """Whether a member has computed more than this: both as a fraction of its time, because more may be known of it
-    than of the others, and in seconds, because it may have fallen silent. If no member computes, all of them wait for
-    something else."""
+    """Whether a member has computed more than both limits: as a fraction of its time, because its reports may cover
+    more time than those of the others, and in seconds, because it may have gone silent. If no member computes, all of
+    them wait for something else."""
     return own.computed_s >= max(fraction, MIN_WAITING) * _known_s(own) and own.computed_s >= seconds
 
 
@@ -197,7 +198,7 @@ def _describe_difference(own: WorkerFigures, others: list[WorkerFigures]) -> str
     if own.steps and all(other.steps for other in others):
         mine = own.computed_s / own.steps
         theirs = statistics.median(other.computed_s / other.steps for other in others)
-        if mine > theirs:  # otherwise it has taken more steps in the time that is known
+        if mine > theirs:  # otherwise it has taken more steps in the reported time
             return f"it computes for {_milliseconds(mine)} per step, the others for {_milliseconds(theirs)}"
     theirs = statistics.median(_computing(other) for other in others)
     return f"it computes for {_computing(own):.0%} of the time, the others for {theirs:.0%}"

@@ -1,19 +1,19 @@
-"""What each rank does when, recorded for people: one file in the Chrome trace event format for all ranks.
+"""Records what each rank does when: one file in the Chrome trace event format for all ranks.
 
 Theory
 ------
-*One clock.* Times are those of the monotonic clock of the host on which the file lies: processes of one host share it,
-whatever happens to the time of day. Other hosts measure their clock offset (`phalanx.cluster.timeline_relay`).
+*One clock.* All times use the monotonic clock of the host that stores the file. Processes of one host share it, and
+changes of the system time do not affect it. Other hosts measure their clock offset (`phalanx.cluster.timeline_relay`).
 
-*One file, valid at any time.* Recorded events wait in memory. Twice a second a thread of each process overwrites the
-file's last bracket with the new events and a new bracket, under a lock of the file. So nothing has to be merged at the
-end, the file is valid JSON after each write, and a killed rank loses its last half second at most. Ranks of other hosts
-send their events to one that can write.
+*One file, valid at any time.* Events wait in memory. Twice a second, a thread of each process overwrites the file's
+closing bracket with the new events and a new bracket, under a file lock. Nothing needs to be merged at the end, the
+file is valid JSON after each write, and a killed rank loses at most its last half second. Ranks on other hosts send
+their events to a rank that can write.
 
-*No cost if nothing is recorded.* `current` is then a `TimelineRecorder` whose methods do nothing. Callers that have
-more to do for an event than a call check `current.on` first.
+*No cost if nothing is recorded.* `current` is then a `TimelineRecorder` whose methods do nothing. If an event takes
+more than a call to prepare, callers check `current.on` first.
 
-A rank is a process of the trace, its tracks are the threads. Events of one track follow each other or are nested.
+In the trace, a rank is a process, and its tracks are threads. Events of a track follow each other or are nested.
 
 Source: Trace Event Format, https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
@@ -39,36 +39,36 @@ from phalanx.errors import ConfigurationError
 _log = logging.getLogger(__name__)
 
 TRAINING = "training"
-"""The track of the phases of a step, which follow each other."""
+"""Track of the phases of a step, which follow each other."""
 COLLECTIVES = "collectives"
-"""The track of collectives, with waiting and fusing nested in them."""
+"""Track of collectives, with nested waiting and fusing."""
 CHECKPOINTS = "checkpoints"
-"""The track of checkpoints that are written in the background."""
+"""Track of checkpoints that are written in the background."""
 MEMBERSHIP = "membership"
-"""The track of membership changes."""
+"""Track of membership changes."""
 
 FLUSH_S = 0.5
-"""How long an event waits in memory at most, and so what a killed rank loses."""
+"""Maximum time that an event waits in memory, and so what a killed rank loses."""
 LOCK_S = 5.0
-"""How long another process, which may be stopped, may write. Then the events wait for the next flush."""
+"""How long to wait for another writer, which may be stopped. After that, the events wait for the next flush."""
 LOCK_POLL_S = 0.005
 PATIENCE_S = 10.0
-"""How long the end of the process waits for a write in progress."""
+"""How long a process that exits waits for a write in progress."""
 MAX_WAITING = 500_000
-"""The most events that wait in memory (100 MB) while the file system or another host is slow; more are dropped."""
+"""Maximum number of events in memory (100 MB) while the file system or another host is slow; more are dropped."""
 _END = b"\n]\n"
 _TAIL_BYTES = 1 << 20
 
 Args = Mapping[str, Any]
 now = time.monotonic_ns
-"""The clock of events. `time.monotonic()` is the same one in seconds."""
+"""Clock of the events. `time.monotonic()` is the same clock in seconds."""
 
 
 class TimelinePart(NamedTuple):
     """A part of an operation that `TimelineRecorder.across` records.
 
     Attributes:
-        ended_ns: when it ended, by `now()`.
+        ended_ns: Time at which it ended, as returned by `now()`.
     """
 
     name: str
@@ -77,38 +77,40 @@ class TimelinePart(NamedTuple):
 
 
 class TimelineRecorder:
-    """Records nothing. `TimelineSinkRecorder` does.
+    """Interface of a recorder; records nothing. `TimelineSinkRecorder` records.
 
     Attributes:
-        on: whether anything is recorded.
-        marks_cycles: whether negotiation rounds of Horovod are recorded as well.
+        on: Whether anything is recorded.
+        marks_cycles: Whether negotiation cycles of Horovod are recorded as well.
     """
 
     on = False
     marks_cycles = False
 
     def enter(self, phase: str, **args: Any) -> None:
-        """A phase of a step begins on the track `TRAINING`; the one before it ends."""
+        """Begin a phase of a step on the track `TRAINING`, and end the previous one."""
 
     def leave(self) -> None:
-        """The present phase of a step ends."""
+        """End the current phase of a step."""
 
     def complete(self, track: str, name: str, started_ns: int, args: Args | None = None) -> None:
-        """An event that began at `started_ns` (by `now()`) has just ended."""
+        """Record an event that began at `started_ns` (by `now()`) and ends now."""
 
     def instant(self, track: str, name: str, args: Args | None = None) -> None:
-        """An event without duration has happened."""
+        """Record an event without duration."""
 
     def across(self, line: str, started_ns: int, parts: Sequence[TimelinePart]) -> None:
-        """An operation ran that may overlap with others of its kind, so each `line` of the view is a separate one.
+        """Record an operation that may overlap with others of its kind. Each `line` is a separate line of the view.
 
         Args:
-            parts: the parts of the operation, which follow each other.
+            line: Name of the line.
+            started_ns: Start of the operation, by `now()`.
+            parts: Parts of the operation, which follow each other.
         """
 
     @contextmanager
     def span(self, track: str, name: str, args: Args | None = None) -> Iterator[None]:
-        """Records what happens inside as one event."""
+        """Context manager that records its body as one event."""
         started = now()
         try:
             yield
@@ -117,12 +119,12 @@ class TimelineRecorder:
 
 
 class TimelineSink(Protocol):
-    """Where events are written."""
+    """Destination of events."""
 
     def write(self, events: Sequence[bytes]) -> bool:
-        """Write encoded events. Returns False if that is not possible yet, so that the caller tries again later.
+        """Write encoded events. Return False if writing is not possible yet, so that the caller retries later.
 
-        Raises: OSError if it will never be possible.
+        Raises: OSError if writing will never be possible.
         """
         ...
 
@@ -130,7 +132,7 @@ class TimelineSink(Protocol):
 
 
 class _Event(msgspec.Struct, omit_defaults=True):
-    """An event of the format; times in microseconds."""
+    """An event of the trace format. Times are in microseconds."""
 
     name: str
     ph: str
@@ -148,14 +150,14 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 class TimelineSinkRecorder(TimelineRecorder):
-    """Records into a sink, which a thread writes to.
+    """Records events, which a thread writes to a sink.
 
     Args:
-        sink: where events are written; closed by `stop`.
-        rank: number of this process in the trace.
-        name: name of this process in the trace.
-        offset_ns: nanoseconds to add to this host's clock.
-        marks_cycles: see `TimelineRecorder`.
+        sink: Destination of events; closed by `stop`.
+        rank: Number of this process in the trace.
+        name: Name of this process in the trace.
+        offset_ns: Nanoseconds to add to this host's clock.
+        marks_cycles: See `TimelineRecorder`.
     """
 
     on = True
@@ -170,7 +172,7 @@ class TimelineSinkRecorder(TimelineRecorder):
         self._flushing = threading.Lock()  # protects `_unwritten`, and the order of writes to the sink
         self._tracks: dict[str, int] = {}
         self._new_tracks = threading.Lock()  # protects additions to `_tracks`
-        self._phase: tuple[str, int, Args] | None = None  # that runs: name, beginning, args; of the training thread
+        self._phase: tuple[str, int, Args] | None = None  # current phase of the training thread: name, start, args
         self._lost = 0  # events dropped since the last flush
         self._stopped = threading.Event()
         self._describe("process_name", 0, name=name)
@@ -198,7 +200,7 @@ class TimelineSinkRecorder(TimelineRecorder):
         self._add(("i", name, self._tid(track), now(), 0, args))
 
     def across(self, line: str, started_ns: int, parts: Sequence[TimelinePart]) -> None:
-        # Viewers name a line after its first event, and would show equal ids of several ranks in one line.
+        # Viewers name a line after its first event, and would merge equal IDs of several ranks into one line.
         ident = f"{self._rank} {line}"
         self._add(("b", line, 0, started_ns, 0, None, ident))
         for part in parts:
@@ -208,7 +210,7 @@ class TimelineSinkRecorder(TimelineRecorder):
         self._add(("e", line, 0, started_ns, 0, None, ident))
 
     def stop(self) -> None:
-        """Write what is left and stop. Safe to call twice."""
+        """Write the remaining events and stop. Safe to call twice."""
         if self._stopped.is_set():
             return
         self.leave()
@@ -239,7 +241,7 @@ class TimelineSinkRecorder(TimelineRecorder):
             self._lost += 1
 
     def _tid(self, track: str) -> int:
-        number = self._tracks.get(track)  # without the lock: tracks are only added
+        number = self._tracks.get(track)  # no lock needed: tracks are never removed
         if number is None:
             with self._new_tracks:
                 number = self._tracks.setdefault(track, len(self._tracks) + 1)
@@ -262,7 +264,7 @@ class TimelineSinkRecorder(TimelineRecorder):
 
     def _flush(self) -> None:
         with self._flushing:
-            # The list stays: another thread may be between reading the attribute and its append.
+            # Keep the list object: another thread may be between reading the attribute and appending.
             waiting = self._waiting[:]
             del self._waiting[: len(waiting)]
             if self._lost:
@@ -288,7 +290,7 @@ class TimelineSinkRecorder(TimelineRecorder):
 
 
 def _lock_file(file: int, within_s: float) -> bool:
-    """Lock a file for this process; whether that succeeded in time. A process that holds the lock may be stopped."""
+    """Lock a file. Return whether this succeeded in time, because a process that holds the lock may be stopped."""
     deadline = time.monotonic() + within_s
     while True:
         try:
@@ -301,11 +303,11 @@ def _lock_file(file: int, within_s: float) -> bool:
 
 
 class TimelineFileSink:
-    """Adds events to a file that `create` has created, together with other processes of this host.
+    """Appends events to a file that `create` has created. Other processes of this host write to the same file.
 
     Args:
-        path: the file.
-        job: the job that the file must belong to. Until there is such a file, events wait.
+        path: Timeline file.
+        job: Job that the file must belong to. Events wait until such a file exists.
     """
 
     def __init__(self, path: Path, job: str):
@@ -319,13 +321,13 @@ class TimelineFileSink:
         except FileNotFoundError:
             return False
         try:
-            # The lock is released when the descriptor is closed, also when this process dies.
+            # Closing the descriptor releases the lock, also if this process is killed.
             if not _lock_file(file, LOCK_S) or os.pread(file, len(self._header), 0) != self._header:
                 return False
             content = b"".join(b",\n" + event for event in events) + _END
             _write_at(file, _end_of_events(file), content)
         finally:
-            fcntl.flock(file, fcntl.LOCK_UN)  # a process forked meanwhile holds the file open, and with it the lock
+            fcntl.flock(file, fcntl.LOCK_UN)  # a child forked meanwhile keeps the file open, and with it the lock
             os.close(file)
         return True
 
@@ -339,7 +341,7 @@ _lock = threading.Lock()  # protects the replacement of `current`
 
 
 def create(path: Path, job: str, *, overwrite: bool = False) -> None:
-    """Create the file. An existing file of the same job stays, unless it is to be replaced (`overwrite`).
+    """Create the file. Keep an existing file of the same job, unless `overwrite` is set.
 
     Raises: ConfigurationError if it cannot be written.
     """
@@ -350,7 +352,7 @@ def create(path: Path, job: str, *, overwrite: bool = False) -> None:
             if job and not overwrite and file.read(len(header)) == header:
                 return
         temporary.write_bytes(header + _END)
-        os.replace(temporary, path)  # processes that still write to the old file do no harm
+        os.replace(temporary, path)  # processes that still write to the old file do not matter
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -361,9 +363,9 @@ def create(path: Path, job: str, *, overwrite: bool = False) -> None:
 
 
 def start(recorder: TimelineSinkRecorder) -> None:
-    """Record events from now on.
+    """Start recording.
 
-    Raises: ValueError if this process records already.
+    Raises: ValueError if this process is already recording.
     """
     global current
     with _lock:
@@ -375,7 +377,7 @@ def start(recorder: TimelineSinkRecorder) -> None:
 
 
 def stop() -> None:
-    """Stop recording. Does nothing if nothing is recorded."""
+    """Stop recording, if it has been started."""
     global current
     with _lock:
         recorder, current = current, TimelineRecorder()
@@ -392,7 +394,7 @@ def _replace(recorder: TimelineRecorder, other: TimelineRecorder) -> None:
 
 
 def _forget() -> None:
-    """A forked process has no thread that writes."""
+    """Stop recording in a forked process, which has no writer thread."""
     global current, _lock
     current, _lock = TimelineRecorder(), threading.Lock()
 
@@ -406,11 +408,11 @@ def _header(job: str) -> bytes:
 
 
 def _end_of_events(file: int) -> int:
-    """The position behind the last whole event. A killed writer may have left a part of one."""
+    """Position after the last complete event. A killed writer may have left an incomplete one."""
     size = os.fstat(file).st_size
     if os.pread(file, len(_END), size - len(_END)) == _END:
         return size - len(_END)
-    # A line that ends with a brace ends an event, since JSON escapes the line breaks within one.
+    # A closing brace at the end of a line ends an event, because JSON escapes line breaks within events.
     start = max(0, size - _TAIL_BYTES)
     tail = os.pread(file, size - start, start)
     whole = tail.rfind(b"}\n")
@@ -427,7 +429,7 @@ def _write_at(file: int, position: int, content: bytes) -> None:
             written = os.pwrite(file, view, position)
             position += written
             view = view[written:]
-    except OSError:  # a full disk; there was room for this end before
+    except OSError:  # the disk is full; `_END` was there before, so it fits
         os.ftruncate(file, start)
         os.pwrite(file, _END, start)
         raise

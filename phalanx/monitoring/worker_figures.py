@@ -1,4 +1,4 @@
-"""What a worker shows to its launcher, and through it to all who watch the job."""
+"""Figures that a worker reports to its launcher, and that the launcher passes to all who watch the job."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import msgspec
 
 
 class FinishedEpoch(msgspec.Struct, frozen=True):
-    """The logs of a whole epoch, with those of its validation.
+    """Logs of a complete epoch, including those of its validation.
 
     Attributes:
-        epoch: its index, from 0.
-        logs: numbers by name.
+        epoch: Index of the epoch, starting at 0.
+        logs: Numbers by name.
     """
 
     epoch: int
@@ -18,7 +18,7 @@ class FinishedEpoch(msgspec.Struct, frozen=True):
 
 
 class SavedCheckpoint(msgspec.Struct, frozen=True):
-    """The last checkpoint that this process has written.
+    """Last checkpoint that this process has written.
 
     Attributes:
         step: Number of training steps that it contains.
@@ -30,7 +30,7 @@ class SavedCheckpoint(msgspec.Struct, frozen=True):
 
 
 class ServerFigures(msgspec.Struct, frozen=True):
-    """The work of a parameter server.
+    """Figures of a parameter server.
 
     Attributes:
         version: Version of the values; it increases with every update.
@@ -42,7 +42,7 @@ class ServerFigures(msgspec.Struct, frozen=True):
 
 
 class GpuFigures(msgspec.Struct, frozen=True):
-    """The present load of a GPU.
+    """Current load of a GPU.
 
     Attributes:
         index: Index of the GPU on its host.
@@ -91,7 +91,7 @@ class WorkerFigures(msgspec.Struct, frozen=True, omit_defaults=True):
     server: ServerFigures | None = None
 
     def since(self, former: WorkerFigures) -> WorkerFigures:
-        """The difference from earlier figures. Momentary values are left out."""
+        """Return the increase since earlier figures. Momentary values are left out."""
         return WorkerFigures(
             computed_s=self.computed_s - former.computed_s,
             waited_s=self.waited_s - former.waited_s,
