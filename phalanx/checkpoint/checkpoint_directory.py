@@ -45,11 +45,11 @@ from phalanx.version import __version__
 logger = logging.getLogger(__name__)
 
 DEFAULT_BASENAME = "model.ckpt"
-CONTENT = "content"
+DIGEST_KEY = "content"
 """Key in the state: the digest of Keras's part. The same step may be saved again when only the state has changed."""
-DAMAGED = ".damaged"
+DAMAGED_SUFFIX = ".damaged"
 """Suffix of a checkpoint that cannot be read, added when an older one was restored instead."""
-LEDGER = "ledger.json"
+LEDGER_SUFFIX = "ledger.json"
 """Suffix of `BASENAME-ledger.json`, the sample ledger of a `fit`, next to its checkpoints."""
 
 _SEAL = b"PHALANX\x01"
@@ -194,7 +194,7 @@ class CheckpointDirectory:
         if damaged and rename_damaged:
             with self.claim.writing():
                 for other in damaged:
-                    rename(other, other.with_name(other.name + DAMAGED))
+                    rename(other, other.with_name(other.name + DAMAGED_SUFFIX))
         return checkpoint
 
     def newest(self) -> StoredCheckpoint | None:
@@ -300,7 +300,7 @@ def remove_partial(directory: StoragePath, basename: str) -> None:
     nothing there."""
     # A staged file, or a folder of `ShardedCheckpoint`. The prefix alone would match `BASENAME-other-...`, which
     # another writer may be writing.
-    rest = rf"\d{{{STEP_DIGITS},}}\.|{re.escape(LEDGER)}\.|[0-9a-f]{{8}}(\.replaced)?$"
+    rest = rf"\d{{{STEP_DIGITS},}}\.|{re.escape(LEDGER_SUFFIX)}\.|[0-9a-f]{{8}}(\.replaced)?$"
     partial = re.compile(rf"\.{re.escape(basename)}-({rest})")
     for name in list_names(directory):
         if not partial.match(name):
@@ -314,7 +314,7 @@ def remove_partial(directory: StoragePath, basename: str) -> None:
 
 def _write_sealed(file: BinaryIO, content: Snapshot, state: Mapping[str, Any]) -> None:
     digest = hashlib.sha256(content)
-    body = json.dumps({**state, CONTENT: digest.hexdigest()}).encode()
+    body = json.dumps({**state, DIGEST_KEY: digest.hexdigest()}).encode()
     digest.update(body)
     # HDF5 finds its superblock at offset 0, so the model comes first and Phalanx's parts follow.
     for begin in range(0, len(content), _BLOCK_BYTES):

@@ -15,7 +15,7 @@ from phalanx.storage.files import rename, written_ns
 from phalanx.storage.paths import StoragePath
 from phalanx.storage.remote_path import RemotePath
 
-ABANDONED = ".abandoned"
+ABANDONED_SUFFIX = ".abandoned"
 """Suffix of a checkpoint's name, added when one of an earlier step is written after it."""
 
 
@@ -54,7 +54,7 @@ class CheckpointSeries:
         """Rename the checkpoints of later steps: training has gone back, and must not resume from them."""
         for later, path in self.by_step():
             if later > step:
-                abandoned = path.with_name(path.name + ABANDONED)
+                abandoned = path.with_name(path.name + ABANDONED_SUFFIX)
                 if self.are_folders and abandoned.exists():  # a folder cannot replace one that is not empty
                     self._delete(abandoned)
                 rename(path, abandoned)
@@ -63,7 +63,7 @@ class CheckpointSeries:
         """Delete all but the `keep` newest by step, and all but the `keep` last written of those set aside."""
         if keep is None:
             return
-        abandoned = [path for _, path in self._found(self.suffix + ABANDONED)]
+        abandoned = [path for _, path in self._found(self.suffix + ABANDONED_SUFFIX)]
         abandoned.sort(key=lambda path: (written_ns(path), path.name))
         for path in [*(path for _, path in self.by_step()[:-keep]), *abandoned[:-keep]]:
             self._delete(path)

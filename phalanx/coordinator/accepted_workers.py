@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PURPOSE = "coordinator"
+WORKER_PURPOSE = "coordinator"
 """Purpose of links from workers that also run the chief's program."""
-SERVER_PURPOSE = "worker server"
+WORKER_SERVER_PURPOSE = "worker server"
 """Purpose of links from workers that run no program of their own."""
 METHOD = "method"
 """Role of the message by which workers without a program call the running method."""
-PING_S = 5.0
+PING_INTERVAL_S = 5.0
 """Seconds between two pings. A worker's death is noticed without them, but not a stopped process."""
-CLOSE_S = 5.0
+CLOSE_TIMEOUT_S = 5.0
 """Seconds that `close` waits for busy workers."""
 
 _ANSWERS = Decoder(Answer)
@@ -176,7 +176,7 @@ class AcceptedWorkers:
                 worker.outbox.append((StopWorker(), ()))
             self._changed.notify_all()
             # The workers close the links. If this end did, a message that they are sending could cost them this one.
-            self._changed.wait_for(lambda: not self._workers, timeout=CLOSE_S)
+            self._changed.wait_for(lambda: not self._workers, timeout=CLOSE_TIMEOUT_S)
             links = [worker.link for worker in self._workers.values()]
         for link in links:
             link.close()
@@ -197,7 +197,7 @@ class AcceptedWorkers:
         assert number is not None, "checked when it was admitted"
         with self._changed:
             incarnation = link_name(hello.incarnation, next(self._link_numbers))
-            has_program = hello.purpose == PURPOSE
+            has_program = hello.purpose == WORKER_PURPOSE
             outbox = deque(self._broadcasts if has_program else self._all_broadcasts())
             worker = WorkerConnection(number, hello.task, incarnation, link, has_program, outbox)
             former = self._workers.get(number)
@@ -232,7 +232,7 @@ class AcceptedWorkers:
                     self._dispatcher.fail(error)
                     continue  # the worker stays: it can still run functions that do not need this object
                 worker.link.send(
-                    _encode(order), buffers, deadline=time.monotonic() + self._me.config.timeout_s + PING_S
+                    _encode(order), buffers, deadline=time.monotonic() + self._me.config.timeout_s + PING_INTERVAL_S
                 )
                 worker.last_sent_at = time.monotonic()
                 if isinstance(order, StopWorker):
@@ -249,13 +249,13 @@ class AcceptedWorkers:
                     return worker.outbox.popleft()
                 if self._dispatcher.assign_next(worker):
                     continue
-                if time.monotonic() - worker.last_sent_at > PING_S:
+                if time.monotonic() - worker.last_sent_at > PING_INTERVAL_S:
                     return Ping(), ()
-                self._changed.wait(PING_S)
+                self._changed.wait(PING_INTERVAL_S)
             return None
 
     def _receive_from(self, worker: WorkerConnection) -> None:
-        limit_s = self._me.config.timeout_s + PING_S
+        limit_s = self._me.config.timeout_s + PING_INTERVAL_S
         try:
             while True:
                 header, buffers = worker.link.receive(deadline=time.monotonic() + limit_s)

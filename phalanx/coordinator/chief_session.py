@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from phalanx.cluster.task_identity import TaskIdentity
-from phalanx.coordinator.accepted_workers import PING_S
+from phalanx.coordinator.accepted_workers import PING_INTERVAL_S
 from phalanx.coordinator.coordinator_messages import Answer, Order, Ping, Pong, StopWorker
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, RendezvousError
 from phalanx.parameter_server.client.server_dialing import connect
@@ -103,8 +103,8 @@ class ChiefSession:
     def _serve(self, link: Link) -> None:
         """Serve one process of the chief, until it has no more orders or is lost."""
         self._handler.begin()
-        # It pings every PING_S, unless its process is stopped; a large order takes longer.
-        orders = _ReceivedOrders(link, self._stop, patience_s=self._me.config.timeout_s + 2 * PING_S)
+        # It pings every PING_INTERVAL_S, unless its process is stopped; a large order takes longer.
+        orders = _ReceivedOrders(link, self._stop, timeout_s=self._me.config.timeout_s + 2 * PING_INTERVAL_S)
         try:
             while (message := orders.next()) is not None:
                 answer = self._handler.handle(*message)
@@ -139,7 +139,7 @@ class _ChiefGoneError(Exception):
     """There is no longer a link to the chief."""
 
 
-_GONE = (LinkClosedError, LinkTimeoutError, FrameError, _ChiefGoneError)
+_LINK_ERRORS = (LinkClosedError, LinkTimeoutError, FrameError, _ChiefGoneError)
 
 
 class _ReceivedOrders:
@@ -147,13 +147,13 @@ class _ReceivedOrders:
 
     Args:
         stop: Called in that thread when there are no more orders.
-        patience_s: Seconds that the chief may be silent, and may take to read a reply.
+        timeout_s: Seconds that the chief may be silent, and may take to read a reply.
     """
 
-    def __init__(self, link: Link, stop: Callable[[], None], *, patience_s: float) -> None:
+    def __init__(self, link: Link, stop: Callable[[], None], *, timeout_s: float) -> None:
         self._link = link
         self._stop = stop
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._sending = threading.Lock()  # the reading thread sends `Pong`s, the main thread all other answers
         self._inbox: queue.SimpleQueue[tuple[Order, list[memoryview]] | Exception | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="phalanx-coordinator", daemon=True).start()
@@ -164,7 +164,7 @@ class _ReceivedOrders:
         Raises: _ChiefGoneError; any other error of the reading thread.
         """
         message = self._inbox.get()  # if the chief is silent for too long, the reading thread puts an error here
-        if isinstance(message, _GONE):
+        if isinstance(message, _LINK_ERRORS):
             raise _ChiefGoneError(str(message)) from message
         if isinstance(message, Exception):
             raise message
@@ -174,14 +174,14 @@ class _ReceivedOrders:
         """Send a reply. Raises: _ChiefGoneError."""
         try:
             with self._sending:
-                self._link.send(_encode(answer), buffers, deadline=time.monotonic() + self._patience_s)
-        except _GONE as error:
+                self._link.send(_encode(answer), buffers, deadline=time.monotonic() + self._timeout_s)
+        except _LINK_ERRORS as error:
             raise _ChiefGoneError(str(error)) from error
 
     def _read(self) -> None:
         try:
             while True:
-                header, buffers = self._link.receive(deadline=time.monotonic() + self._patience_s)
+                header, buffers = self._link.receive(deadline=time.monotonic() + self._timeout_s)
                 order = _ORDERS.decode(header)
                 if isinstance(order, Ping):
                     self.send(Pong())

@@ -15,7 +15,7 @@ import keras
 
 from phalanx.config.environment_variables import SECRET
 from phalanx.coordinator import function_effects
-from phalanx.coordinator.accepted_workers import PURPOSE
+from phalanx.coordinator.accepted_workers import WORKER_PURPOSE
 from phalanx.coordinator.coordinated_variables import ChiefVariables
 from phalanx.coordinator.coordinator_messages import CreateObject
 from phalanx.coordinator.dispatcher import Dispatcher
@@ -108,7 +108,7 @@ class ClusterCoordinator:
             self._dispatcher = Dispatcher(me, self._record_answer, worker.client.unreachable_tasks)
             self._dispatcher.start()
             atexit.register(self._dispatcher.close)
-        self._dispatcher.accept(PURPOSE)
+        self._dispatcher.accept(WORKER_PURPOSE)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_dispatcher", "_lock"):  # attributes of the chief's coordinator

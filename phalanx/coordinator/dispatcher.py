@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5
 """Longest time between two checks of the clock, in seconds. Every change of state ends the wait immediately."""
-PROBE_S = 5.0
+PROBE_TIMEOUT_S = 5.0
 """Seconds within which a server must answer a probe after a worker has lost it."""
 
 
@@ -232,7 +232,7 @@ def _is_reachable(me: TaskIdentity, name: str) -> bool:
     if name == str(me.task):
         return True
     task = next((task for task in me.spec.tasks if str(task) == name), None)
-    return task is not None and isinstance(identify_task(me, task, PROBE_S), TaskDescription)
+    return task is not None and isinstance(identify_task(me, task, PROBE_TIMEOUT_S), TaskDescription)
 
 
 def _error_of(name: str, pickle: memoryview) -> BaseException:

@@ -58,13 +58,13 @@ class FunctionAssignment:
         self._unfinished: dict[FunctionId, _Function] = {}
         self._waiting: list[FunctionId] = []  # functions that no worker has, in the order in which they are to run
         self._workers: dict[Worker, _ConnectedWorker] = {}
-        self.failing = False  # a function has failed, and the others are being cancelled or awaited
+        self.is_failing = False  # a function has failed, and the others are being cancelled or awaited
 
     # Actions of the program.
 
     def add(self, function: FunctionId, needs: Iterable[FunctionId] = ()) -> None:
         """Add a function, to be run after those whose results it needs. Numbers grow, and are never reused."""
-        assert not self.failing, "the error is told first"
+        assert not self.is_failing, "the error is told first"
         self._unfinished[function] = _Function(frozenset(needs))
         self._waiting.append(function)
 
@@ -81,7 +81,7 @@ class FunctionAssignment:
     def clear_failure(self) -> None:
         """Accept new functions, after the error has been raised."""
         assert not self._unfinished, "nothing runs any more when an error is told"
-        self.failing = False
+        self.is_failing = False
 
     # Events of workers.
 
@@ -108,7 +108,7 @@ class FunctionAssignment:
         if connected.sent:
             # Workers run their functions in order, so only the first can have cost this one.
             self._unfinished[connected.sent[0]].losses += 1
-        given_up = [f for f in connected.sent if self.failing or self._unfinished[f].losses >= MAX_LOST_WORKERS]
+        given_up = [f for f in connected.sent if self.is_failing or self._unfinished[f].losses >= MAX_LOST_WORKERS]
         self._waiting[:0] = [function for function in connected.sent if function not in given_up]
         self._waiting.sort()  # by number: the order in which the program scheduled them
         for function in given_up:
@@ -142,7 +142,8 @@ class FunctionAssignment:
 
     def fail(self) -> list[FunctionId]:
         """Record that a function has failed. Returns the waiting functions, which are now cancelled."""
-        self.failing = True  # so that `remove_worker` gives up a lost worker's functions instead of running them again
+        # So that `remove_worker` gives up a lost worker's functions instead of running them again.
+        self.is_failing = True
         cancelled, self._waiting = self._waiting, []
         for function in cancelled:
             del self._unfinished[function]

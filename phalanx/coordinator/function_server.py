@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from phalanx.coordinator import function_effects
-from phalanx.coordinator.accepted_workers import PURPOSE
+from phalanx.coordinator.accepted_workers import WORKER_PURPOSE
 from phalanx.coordinator.chief_session import ChiefSession, Reply
 from phalanx.coordinator.coordinated_variables import WorkerVariables
 from phalanx.coordinator.coordinator_messages import (
@@ -110,7 +110,7 @@ class FunctionServer:
         draw_own_numbers(random_state(), self._worker.number)
         # Until here, the program's generators have the chief's state on all tasks.
         program_random_state.seed([hash_of(self._worker.number, each) for each in program_random_state.digests()])
-        ChiefSession(self._me, PURPOSE, self, self._worker.is_job_over).run()
+        ChiefSession(self._me, WORKER_PURPOSE, self, self._worker.is_job_over).run()
 
     # An OrderHandler.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from phalanx.coordinator.accepted_workers import METHOD, SERVER_PURPOSE
+from phalanx.coordinator.accepted_workers import METHOD, WORKER_SERVER_PURPOSE
 from phalanx.coordinator.coordinator_messages import CallMethod, JoinJob
 from phalanx.coordinator.dispatcher import Dispatcher
 from phalanx.coordinator.scope_definitions import OutgoingDefinitions
@@ -54,7 +54,7 @@ class MethodCalls:
         record_construction()
         self.dispatcher.workers.greeting = lambda: (JoinJob(), [pickle.dumps(greeting())])
         self.dispatcher.start()
-        self.dispatcher.accept(SERVER_PURPOSE)
+        self.dispatcher.accept(WORKER_SERVER_PURPOSE)
         atexit.register(self.dispatcher.close)
 
     @contextmanager

@@ -80,7 +80,7 @@ class ScheduledCalls:
     def give_up(self, numbers: Iterable[int], worker: str) -> None:
         """Give up these calls of a lost worker, which do not run again."""
         for number in numbers:
-            if self.assignment.failing:
+            if self.assignment.is_failing:
                 self._cancel([number])
                 continue
             error = PeerLostError(

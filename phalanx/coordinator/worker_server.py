@@ -14,7 +14,7 @@ import keras
 
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.compression import BFloat16, Float16
-from phalanx.coordinator.accepted_workers import SERVER_PURPOSE
+from phalanx.coordinator.accepted_workers import WORKER_SERVER_PURPOSE
 from phalanx.coordinator.chief_session import ChiefSession, Reply
 from phalanx.coordinator.coordinator_messages import CallMethod, Define, JoinJob, Order, WorkerFailed
 from phalanx.coordinator.function_pickling import unpack
@@ -76,7 +76,7 @@ class WorkerServer:
 
     def run(self) -> None:
         """Serve until the chief's program ends. Raises: see `ChiefSession.run`; the errors of methods called here."""
-        ChiefSession(self._me, SERVER_PURPOSE, self, self._is_job_over).run()
+        ChiefSession(self._me, WORKER_SERVER_PURPOSE, self, self._is_job_over).run()
 
     def _is_job_over(self) -> bool:
         return self._worker is not None and self._worker.is_job_over()

@@ -196,7 +196,7 @@ def _open(name: str, copy: Path, scratch: Path) -> FoundCheckpoint:
     """
     if checkpoint_directory.is_sealed(copy):
         ours = checkpoint_directory.read(copy)
-        return FoundCheckpoint(name, copy, copy, ours.step, str(ours.state[checkpoint_directory.CONTENT]))
+        return FoundCheckpoint(name, copy, copy, ours.step, str(ours.state[checkpoint_directory.DIGEST_KEY]))
     weights = copy
     if name.endswith(KERAS_SUFFIX):
         weights = scratch / f"{name}{WEIGHTS_SUFFIX}"

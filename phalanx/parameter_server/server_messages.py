@@ -170,7 +170,7 @@ class Rejoin(_Message, frozen=True):
         steps: Number of steps in the epoch; -1 while unknown.
         order_epoch: First epoch of the pass over the data whose sample order is attached; -1: none is attached.
         is_epoch_opened: Whether the chief has opened the epoch.
-        steps_made: Number of steps of the epoch that the worker has taken.
+        steps_taken: Number of steps of the epoch that the worker has taken.
         counted_serials: Serials of steps that are included in `step`; see `Values`.
     """
 
@@ -185,7 +185,7 @@ class Rejoin(_Message, frozen=True):
     steps: int
     order_epoch: int = -1
     is_epoch_opened: bool = True
-    steps_made: int = 0
+    steps_taken: int = 0
     counted_serials: tuple[int, ...] = ()
 
 

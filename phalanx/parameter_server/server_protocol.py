@@ -9,19 +9,19 @@ Worker = int
 """Number of a worker."""
 CHIEF_WORKER: Worker = 0
 
-PURPOSE = "parameter-server"
+GROUP_PURPOSE = "parameter-server"
 """Purpose of workers' connections, followed by a slash and the number of the shard group."""
-LEAD = "parameter-server-lead"
+PROMOTE_PURPOSE = "parameter-server-lead"
 """Purpose of the chief's connection after it has lost the group's leader."""
-LEASE = "parameter-server-lease"
+LEASE_PURPOSE = "parameter-server-lease"
 """Purpose of the chief's connection that grants the leader's lease."""
-REPLICATE = "parameter-server-copy"
+REPLICATE_PURPOSE = "parameter-server-copy"
 """Purpose of a leader's connection that keeps a replica on the other server."""
 
 NOT_LEADING = "not leading"
 LEADING = "leading"
 
-LEASE_S = 2.0
+LEASE_DURATION_S = 2.0
 """Seconds that a leader may answer without hearing from the chief, if there is a replica. An interruption of the chief
 goes unnoticed for that long, and workers wait that long after a leader is lost."""
 NOTICE_AFTER_S = 5.0

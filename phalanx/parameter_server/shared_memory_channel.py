@@ -121,19 +121,19 @@ class SharedMemoryChannel:
             layout = self._layouts[region, kinds] = _RegionArrays(arrays, lengths)
         return layout
 
-    def _written(self, region: int, arrays: Sequence[Array]) -> _RegionArrays | None:
+    def _write(self, region: int, arrays: Sequence[Array]) -> _RegionArrays | None:
         """Copy arrays into a region; None if they are too small or do not fit."""
         layout = self._layout_for(region, tuple(map(kind_of, arrays)))
         if layout is not None:
             for target, array in zip(layout.arrays, arrays, strict=True):
-                # `copies` may have put the array at this address under another layout. NumPy then copies nothing.
+                # `copy_values` may have put the array at this address under another layout. NumPy then copies nothing.
                 if target is not array:
                     np.copyto(target, array)
         return layout
 
-    def copies(self, arrays: list[Array]) -> list[Array]:
+    def copy_values(self, arrays: list[Array]) -> list[Array]:
         """Copies of values, if possible in the region that `write_values` writes next."""
-        layout = self._written(TO_WORKER + 1 - self._last_written, arrays)
+        layout = self._write(TO_WORKER + 1 - self._last_written, arrays)
         return allocation.copy_arrays(arrays) if layout is None else layout.arrays
 
     def write_values(self, arrays: Sequence[Array]) -> tuple[int, tuple[int, ...]]:
@@ -143,7 +143,7 @@ class SharedMemoryChannel:
             same region, since the worker may still compute from the other one.
         """
         following = 1 - self._last_written
-        layout = self._written(TO_WORKER + following, arrays)
+        layout = self._write(TO_WORKER + following, arrays)
         if layout is not None:
             self._last_written = following
         return TO_WORKER + following, () if layout is None else layout.lengths

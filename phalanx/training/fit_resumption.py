@@ -84,7 +84,7 @@ class FitResumption:
         self.directory = CheckpointDirectory(
             checkpoint.directory, basename=basename, keep=checkpoint.keep, generation=lambda: replica.generation
         )
-        self.ledger = self.directory.directory / f"{basename}-{checkpoint_directory.LEDGER}"
+        self.ledger = self.directory.directory / f"{basename}-{checkpoint_directory.LEDGER_SUFFIX}"
         self.writer = FitWriter(self.directory)
         # Whether one program spans all ranks, so that each writes and reads its part.
         self._spans = replica.mesh_parts is not None

@@ -18,7 +18,7 @@ from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.job_config import JobConfig
-from phalanx.coordinator.accepted_workers import PURPOSE
+from phalanx.coordinator.accepted_workers import WORKER_PURPOSE
 from phalanx.coordinator.coordinator_messages import CallFunction, FunctionRaised, FunctionReturned, Ping
 from phalanx.coordinator.dispatcher import Dispatcher
 from phalanx.coordinator.remote_values import RemoteValue
@@ -50,7 +50,7 @@ def identities() -> tuple[TaskIdentity, TaskIdentity]:
 def dispatcher(identities: tuple[TaskIdentity, TaskIdentity]) -> Iterator[Dispatcher]:
     made = Dispatcher(identities[0], lambda changes, step: None, set())
     made.start()
-    made.accept(PURPOSE)
+    made.accept(WORKER_PURPOSE)
     yield made
     made.close()
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_sent_any_more_is_an_error_of_its_function(
         raise ValueError("it was given away")
 
     chief, worker = identities
-    link = connect(worker, chief.task, PURPOSE, time.monotonic() + BOUND_S)
+    link = connect(worker, chief.task, WORKER_PURPOSE, time.monotonic() + BOUND_S)
     call(dispatcher, 0, _1=gone)
     with pytest.raises(ValueError, match="it was given away"):
         dispatcher.join()
@@ -106,11 +106,11 @@ def test_a_worker_waits_for_a_chief_that_has_no_coordinator_yet(
     def accept_in_the_third_round() -> None:
         rounds.append(1)
         if len(rounds) == 3:
-            late.accept(PURPOSE)
+            late.accept(WORKER_PURPOSE)
 
     try:
         deadline = time.monotonic() + BOUND_S
-        connect(worker, chief.task, PURPOSE, deadline, check=accept_in_the_third_round).close()
+        connect(worker, chief.task, WORKER_PURPOSE, deadline, check=accept_in_the_third_round).close()
     finally:
         late.close()
     assert len(rounds) >= 3
@@ -148,7 +148,7 @@ def test_a_server_that_a_worker_has_lost_is_asked_whether_it_is_there(
         if answers:
             listener.start()
         lost = PeerLostError("lost ps/0", rank=-1, task="ps/0", host="")
-        with contextlib.closing(connect(worker, chief.task, PURPOSE, time.monotonic() + BOUND_S)) as link:
+        with contextlib.closing(connect(worker, chief.task, WORKER_PURPOSE, time.monotonic() + BOUND_S)) as link:
             result = call(dispatcher, 0)
             _receive(link)
             link.send(msgspec.msgpack.encode(FunctionRaised(0, "ps/0")), [calls.encode_error(lost)], deadline=_soon())
@@ -158,7 +158,7 @@ def test_a_server_that_a_worker_has_lost_is_asked_whether_it_is_there(
                 return
             with pytest.raises(LinkClosedError):
                 _receive(link)
-        with contextlib.closing(connect(worker, chief.task, PURPOSE, time.monotonic() + BOUND_S)) as link:
+        with contextlib.closing(connect(worker, chief.task, WORKER_PURPOSE, time.monotonic() + BOUND_S)) as link:
             _receive(link)
             link.send(msgspec.msgpack.encode(FunctionReturned(0, 1)), [b"", b""], deadline=_soon())
             dispatcher.join()

@@ -79,7 +79,7 @@ def test_after_a_failure_the_waiting_are_cancelled_and_the_running_waited_for() 
     queue.assign_next(1, "1")
     assert queue.finish(0, "0", 0)
     assert queue.fail() == [2, 3, 4]
-    assert queue.failing
+    assert queue.is_failing
     assert queue.unfinished == queue.running == 1
     assert queue.assign_next(0, "0") is None
     assert queue.remove_worker(1, "1") == [1], "it does not run again"

@@ -32,7 +32,7 @@ from phalanx.parameter_server.server_messages import (
     RequestBroadcast,
     Ticket,
 )
-from phalanx.parameter_server.server_protocol import CHIEF_WORKER, LEAD, LEADING
+from phalanx.parameter_server.server_protocol import CHIEF_WORKER, LEADING, PROMOTE_PURPOSE
 from phalanx.transport.dial import RefusedError
 from phalanx.transport.handshake import Hello
 from tests.launcher.conftest import wait_until
@@ -206,7 +206,7 @@ def test_a_server_that_restores_values_answers_other_tasks_meanwhile() -> None:
 
         def promote() -> None:
             with pytest.raises(RefusedError):  # it brings no description of its task
-                me.dial(head, f"{LEAD}/0", deadline=time.monotonic() + BOUND_S)
+                me.dial(head, f"{PROMOTE_PURPOSE}/0", deadline=time.monotonic() + BOUND_S)
 
         with group._store.changed, group.leadership._applying:  # as while all values of a large model arrive
             promoting = threading.Thread(target=promote)

@@ -20,7 +20,7 @@ from phalanx.parameter_server.server.leader_lease import LeaderLease
 from phalanx.parameter_server.server.replication import REPLICA_TIMEOUT_S, ReplicaStream
 from phalanx.parameter_server.server.service_threads import ServiceThreads
 from phalanx.parameter_server.server_messages import GroupState, JobOver, LeaseRequest, QueryJobOver, Response
-from phalanx.parameter_server.server_protocol import LEASE_S
+from phalanx.parameter_server.server_protocol import LEASE_DURATION_S
 from phalanx.transport.frames import encode_frame
 from tests.launcher.conftest import wait_until
 from tests.parameter_server.test_client import BOUND_S, started
@@ -116,11 +116,11 @@ def test_a_lease_is_counted_from_its_request(clock: Clock) -> None:
     lease = lease_of(SimpleNamespace(is_current=True, losses=0))
     assert not lease.is_valid
     assert not lease.has_lapsed
-    lease._renew(Chief(clock, LEASE_S - 0.5))  # type: ignore[arg-type]
+    lease._renew(Chief(clock, LEASE_DURATION_S - 0.5))  # type: ignore[arg-type]
     assert lease.is_valid
     clock.now += 0.5
     assert lease.has_lapsed
-    lease._renew(Chief(clock, LEASE_S + 0.1))  # type: ignore[arg-type]
+    lease._renew(Chief(clock, LEASE_DURATION_S + 0.1))  # type: ignore[arg-type]
     assert not lease.is_valid
 
 

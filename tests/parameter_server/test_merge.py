@@ -106,7 +106,7 @@ def test_what_the_head_has_answered_is_told_its_successor_though_another_server_
     (rejoin,) = client.told
     assert rejoin.finished == FIRST.serial
     assert rejoin.tickets == (SECOND,)
-    assert (rejoin.batches, rejoin.steps_made, rejoin.step) == (2, 1, 1)
+    assert (rejoin.batches, rejoin.steps_taken, rejoin.step) == (2, 1, 1)
     assert rejoin.counted_serials == (FIRST.serial,)
 
 

@@ -122,7 +122,7 @@ def test_what_a_new_head_cannot_account_for_is_counted() -> None:
 
     def rejoin(worker: int, *, batches: int, made: int, held: tuple[int, ...]) -> None:
         tickets = tuple(Ticket(0, 0, batch, (worker,), worker, 20 + batch, schedule.fit.era) for batch in held)
-        known = Rejoin(0, schedule.fit.era, 0, 1, tickets, batches, 5, 5, 10, steps_made=made)
+        known = Rejoin(0, schedule.fit.era, 0, 1, tickets, batches, 5, 5, 10, steps_taken=made)
         rebuild.rejoin(worker, known, None)
 
     rejoin(0, batches=6, made=3, held=(4,))
@@ -175,7 +175,7 @@ def test_a_step_that_others_have_seen_is_not_counted_again_when_its_answer_was_l
     # The head was killed when worker 1 had its answer, and worker 0 did not.
     era = former.fit.era
     unaware = Rejoin(0, era, 0, 0, (lost,), 1, -1, 0, 10)
-    aware = Rejoin(0, era, 0, 2, (), 2, answered.serial, step, 10, steps_made=1, counted_serials=counted)
+    aware = Rejoin(0, era, 0, 2, (), 2, answered.serial, step, 10, steps_taken=1, counted_serials=counted)
     schedule = successor(former, unaware, aware)
     again = msgspec.structs.replace(aware, counted_serials=schedule.counted.serials())
     for head in (schedule, successor(former, unaware, again)):  # the new one may be killed too
@@ -192,7 +192,7 @@ def test_a_step_whose_answer_was_lost_counts_when_no_answer_has_counted_it() -> 
     former.complete_step(answered)
     step, counted = former.global_step, former.counted.serials()
     unaware = Rejoin(0, former.fit.era, 0, 0, (lost,), 1, -1, 0, 10)
-    aware = Rejoin(0, former.fit.era, 0, 2, (), 2, answered.serial, step, 10, steps_made=1, counted_serials=counted)
+    aware = Rejoin(0, former.fit.era, 0, 2, (), 2, answered.serial, step, 10, steps_taken=1, counted_serials=counted)
     schedule = successor(former, unaware, aware)
     schedule.complete_step(lost)
     assert schedule.global_step == 2
@@ -233,7 +233,7 @@ def test_a_new_head_issues_no_serial_of_a_step_that_is_applied() -> None:
     rebuild.start()
     # Worker 1, which made steps 4 to 7, is another process by now; the chief is still at step 3.
     held = Ticket(0, 0, 2, (0,), 0, 3, schedule.fit.era)
-    rebuild.rejoin(0, Rejoin(0, schedule.fit.era, 0, 1, (held,), 3, 2, 2, 10, steps_made=2), None)
+    rebuild.rejoin(0, Rejoin(0, schedule.fit.era, 0, 1, (held,), 3, 2, 2, 10, steps_taken=2), None)
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(rebuild.wait, 1, BOUND_S)
         rebuild.wait(0, BOUND_S)
@@ -476,7 +476,7 @@ def test_the_report_of_one_that_took_no_part_is_not_waited_for() -> None:
     schedule.complete_step(take(schedule, 0))
     schedule.members.attach(1, "just started")
     schedule.add_report(0, EpochReport(0, 0, 1, 1, ("float32",), ("one",)), [np.ones(1, np.float32)])
-    merged, steps = schedule.collect_reports(BOUND_S), schedule.fit.steps_made
+    merged, steps = schedule.collect_reports(BOUND_S), schedule.fit.steps_issued
     assert (float(merged[0][0]), steps) == (1.0, 1)
     assert schedule.members.table.is_present(1)
 
@@ -686,6 +686,6 @@ def test_a_new_leader_does_without_a_worker_that_does_not_come_before_the_time_i
 
 
 def test_a_history_of_updates_outside_of_epochs_has_no_step_to_wait_for() -> None:
-    history = MergeHistory.restored([(-7, 0, (1,), 0), (-12345, 0, (0,), 0)], [])
+    history = MergeHistory.from_state([(-7, 0, (1,), 0), (-12345, 0, (0,), 0)], [])
     assert history.newest_serial() == -1
-    assert MergeHistory.restored([(5, 0, (0,), 0)], []).is_completed((4, 1))
+    assert MergeHistory.from_state([(5, 0, (0,), 0)], []).is_completed((4, 1))

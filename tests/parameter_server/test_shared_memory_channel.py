@@ -81,7 +81,7 @@ def test_values_stay_until_those_after_the_next_come(pair: tuple[SharedMemoryCha
 def test_copies_lie_where_they_are_sent_from(pair: tuple[SharedMemoryChannel, SharedMemoryChannel]) -> None:
     worker, server = pair
     values = [np.full(5000, 1.0, np.float32), np.full((), 2.0, np.float32)]
-    sent = server.copies(values)
+    sent = server.copy_values(values)
     values[0][:] = 3.0
     rows = np.full(7, 4.0, np.float32)
     for more in [], [rows]:  # what goes with them leaves them where they are
@@ -89,8 +89,8 @@ def test_copies_lie_where_they_are_sent_from(pair: tuple[SharedMemoryChannel, Sh
         memories = worker.read(region, lengths)
         for memory, expected in zip(memories, [1.0, 2.0, 4.0], strict=False):
             np.testing.assert_array_equal(np.frombuffer(memory, np.float32), expected)
-        sent = server.copies([np.full(5000, 1.0, np.float32), values[1]])
-    (small,) = server.copies([values[1]])
+        sent = server.copy_values([np.full(5000, 1.0, np.float32), values[1]])
+    (small,) = server.copy_values([values[1]])
     values[1][...] = 5.0
     assert small == 2.0
 

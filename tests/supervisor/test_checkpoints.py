@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.checkpoint import checkpoint_directory
 from phalanx.checkpoint.checkpoint_directory import CheckpointDirectory, DamagedCheckpointError, read
-from phalanx.checkpoint.checkpoint_series import ABANDONED
+from phalanx.checkpoint.checkpoint_series import ABANDONED_SUFFIX
 from phalanx.errors import ConfigurationError
 from tests.supervisor.models import make_data, make_model, state_of
 from tests.support import fork_server
@@ -246,12 +246,12 @@ def test_after_going_back_the_newest_is_what_was_written_last(tmp_path: Path, tr
     assert newest is not None
     assert newest.step == 6
     assert [path.name for path in directory.paths()] == [directory.path_of(step).name for step in (5, 6)]
-    abandoned = sorted(path.name for path in tmp_path.glob(f"*{ABANDONED}"))
-    assert abandoned == [directory.path_of(step).name + ABANDONED for step in (20, 30)]
+    abandoned = sorted(path.name for path in tmp_path.glob(f"*{ABANDONED_SUFFIX}"))
+    assert abandoned == [directory.path_of(step).name + ABANDONED_SUFFIX for step in (20, 30)]
     for _ in range(3):
         for step in (40, 7):
             directory.save(trained, step)
-    assert len(list(tmp_path.glob(f"*{ABANDONED}"))) == 2, "of these, too, the newest are kept"
+    assert len(list(tmp_path.glob(f"*{ABANDONED_SUFFIX}"))) == 2, "of these, too, the newest are kept"
 
 
 def test_a_reader_finds_the_newest_while_a_writer_deletes_what_it_has_listed(

@@ -12,11 +12,11 @@ from phalanx.cluster.spec import Task
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError, PhalanxError
 from phalanx.parameter_server.server_messages import Acknowledged, LeaseRequest
-from phalanx.parameter_server.server_protocol import LEASE, LEASE_S
+from phalanx.parameter_server.server_protocol import LEASE_DURATION_S, LEASE_PURPOSE
 from phalanx.transport.decoding import Decoder
 from phalanx.transport.link import Link
 
-LEASE_EXPIRY_S = LEASE_S * 1.1 + 0.1
+LEASE_EXPIRY_S = LEASE_DURATION_S * 1.1 + 0.1
 """Seconds from a grant until the lease has certainly ended: two clocks may run at different rates."""
 DIAL_TIMEOUT_S = 1.0
 """Seconds for one attempt to connect to a leader."""
@@ -91,7 +91,7 @@ class LeaseGrants:
     def _serve(self, group: int, leader: Task, grant: _Grant) -> None:
         while not grant.is_over.is_set():
             try:
-                link, _ = self._me.dial(leader, f"{LEASE}/{group}", deadline=time.monotonic() + DIAL_TIMEOUT_S)
+                link, _ = self._me.dial(leader, f"{LEASE_PURPOSE}/{group}", deadline=time.monotonic() + DIAL_TIMEOUT_S)
             except PhalanxError:
                 grant.is_over.wait(RETRY_INTERVAL_S)
                 continue
@@ -107,10 +107,10 @@ class LeaseGrants:
     @staticmethod
     def _answer(link: Link, grant: _Grant) -> None:
         while True:
-            request = _REQUESTS.decode(link.receive(deadline=time.monotonic() + 2 * LEASE_S)[0])
+            request = _REQUESTS.decode(link.receive(deadline=time.monotonic() + 2 * LEASE_DURATION_S)[0])
             with grant.lock:
                 if grant.is_over.is_set():
                     return
                 # Before it is sent: a grant counts whether or not it arrives.
                 grant.granted_at, grant.is_replica_lost = time.monotonic(), request.is_replica_lost
-            link.send(_GRANT, deadline=time.monotonic() + LEASE_S)
+            link.send(_GRANT, deadline=time.monotonic() + LEASE_DURATION_S)

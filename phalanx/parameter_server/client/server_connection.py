@@ -70,7 +70,7 @@ class ServerConnection:
             self._buffers[kinds] = [allocation.zeros_aligned(shape, dtype) for shape, dtype in kinds]
         return self._buffers[kinds]
 
-    def send(self, request: Request, buffers: Sequence[Array], patience_s: float) -> None:
+    def send(self, request: Request, buffers: Sequence[Array], timeout_s: float) -> None:
         """Send a request; gradients in shared memory stay there."""
         channel = self.channel
         # Recognized by identity: only the last result of `send_buffers` is in shared memory. A push repeated after the
@@ -80,14 +80,14 @@ class ServerConnection:
             self.bytes_sent += sum(lengths)
         header, arrays = _encode(request), [np.ascontiguousarray(buffer) for buffer in buffers]
         self.bytes_sent += len(header) + sum(array.nbytes for array in arrays)
-        self.link.send(header, arrays, deadline=time.monotonic() + patience_s)
+        self.link.send(header, arrays, deadline=time.monotonic() + timeout_s)
 
     def receive(
-        self, patience_s: float, check: Callable[[float], None] | None = None
+        self, timeout_s: float, check: Callable[[float], None] | None = None
     ) -> tuple[Response, list[memoryview]]:
         """The next response; `check` is called periodically with the number of seconds waited so far."""
         requested_at = time.monotonic()
-        deadline = requested_at + patience_s
+        deadline = requested_at + timeout_s
         while True:
             until = min(deadline, time.monotonic() + CHECK_INTERVAL_S) if check else deadline
             try:

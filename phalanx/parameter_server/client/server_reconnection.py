@@ -20,7 +20,7 @@ from phalanx.parameter_server.client.lease_grants import LeaseGrants
 from phalanx.parameter_server.client.server_connection import RequestArrays, ServerConnection
 from phalanx.parameter_server.client.server_dialing import connect_first
 from phalanx.parameter_server.server_messages import Refusal
-from phalanx.parameter_server.server_protocol import CHIEF_WORKER, LEAD, PURPOSE, peer_lost
+from phalanx.parameter_server.server_protocol import CHIEF_WORKER, GROUP_PURPOSE, PROMOTE_PURPOSE, peer_lost
 from phalanx.transport.decoding import decode_message
 from phalanx.transport.dial import ATTEMPT_TIMEOUT_S
 from phalanx.transport.link import Link
@@ -102,17 +102,18 @@ class ServerReconnection:
         """The servers to dial, and the purpose for each: the group's own server, or the one with the replica."""
         leader = self.connections[group].leader if self._is_known(group) else group
         if not self._is_replicated:
-            return [(leader, PURPOSE)]
+            return [(leader, GROUP_PURPOSE)]
         other = (group + 1) % len(self.tasks) if leader == group else group
         if not self._is_known(group):
-            return [(leader, PURPOSE), (other, PURPOSE)]
+            return [(leader, GROUP_PURPOSE), (other, GROUP_PURPOSE)]
         # Only the chief may decide which server leads. The others dial the replica until it has decided.
         if self.grants is None:
             is_unreplicated = self.connections[group].is_unreplicated
         else:
             is_unreplicated = not self.grants.has_replica(group)
-        to_other = (other, PURPOSE if self.grants is None or is_unreplicated else LEAD)
-        return [to_other] if waited_s < PREFER_REPLICA_S and not is_unreplicated else [to_other, (leader, PURPOSE)]
+        to_other = (other, GROUP_PURPOSE if self.grants is None or is_unreplicated else PROMOTE_PURPOSE)
+        prefers_replica = waited_s < PREFER_REPLICA_S and not is_unreplicated
+        return [to_other] if prefers_replica else [to_other, (leader, GROUP_PURPOSE)]
 
     # Lost servers.
 

@@ -120,7 +120,7 @@ class FitSchedule:
             self.steps_by_epoch[self.epoch.number] = self.epoch.count
 
     @property
-    def steps_made(self) -> int:
+    def steps_issued(self) -> int:
         """Number of steps issued in the open epoch; 0 if none is open."""
         return 0 if self.epoch is None else self.epoch.count
 

@@ -27,7 +27,7 @@ from phalanx.parameter_server.server.service_threads import ServiceThreads
 from phalanx.parameter_server.server.step_schedule import StepSchedule
 from phalanx.parameter_server.server.variable_store import VariableStore
 from phalanx.parameter_server.server_messages import AppliedUpdate, EndFit, GroupState, JobOver, SetLearningRate
-from phalanx.parameter_server.server_protocol import LEADING, REPLICATE, peer_lost
+from phalanx.parameter_server.server_protocol import LEADING, REPLICATE_PURPOSE, peer_lost
 from phalanx.transport.decoding import decode_message
 from phalanx.transport.dial import RefusedError
 from phalanx.transport.handshake import Hello, Welcome
@@ -174,7 +174,7 @@ class GroupLeadership:
             try:
                 link, _ = self._me.dial(
                     self._other,
-                    f"{REPLICATE}/{self._number}",
+                    f"{REPLICATE_PURPOSE}/{self._number}",
                     msgspec.msgpack.encode(offer),
                     deadline=time.monotonic() + DIAL_TIMEOUT_S,
                 )

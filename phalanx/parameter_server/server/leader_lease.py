@@ -21,11 +21,11 @@ from phalanx.errors import FrameError, LinkClosedError, LinkTimeoutError
 from phalanx.parameter_server.server.replication import ReplicaStream
 from phalanx.parameter_server.server.service_threads import ServiceThreads
 from phalanx.parameter_server.server_messages import LeaseRequest
-from phalanx.parameter_server.server_protocol import LEASE_S, NOT_LEADING
+from phalanx.parameter_server.server_protocol import LEASE_DURATION_S, NOT_LEADING
 from phalanx.transport.handshake import Hello, Welcome
 from phalanx.transport.link import Link
 
-RENEW_INTERVAL_S = LEASE_S / 5
+RENEW_INTERVAL_S = LEASE_DURATION_S / 5
 """Seconds between two requests."""
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -88,12 +88,12 @@ class LeaderLease:
             while not self._threads.closing.is_set() and self._is_leading():
                 requested_at = time.monotonic()
                 losses, is_lost = self._replica.losses, not self._replica.is_current
-                link.send(_encode(LeaseRequest(is_lost)), deadline=requested_at + LEASE_S)
-                link.receive(deadline=requested_at + LEASE_S)
+                link.send(_encode(LeaseRequest(is_lost)), deadline=requested_at + LEASE_DURATION_S)
+                link.receive(deadline=requested_at + LEASE_DURATION_S)
                 with self._changed:
                     # Not later than the chief's count: from the request, which precedes the grant. `max`, because two
                     # links may be served at once after the chief has reconnected.
-                    self._until = max(self._until, requested_at + LEASE_S)
+                    self._until = max(self._until, requested_at + LEASE_DURATION_S)
                     self._known_losses = losses if is_lost else self._known_losses
                     self._changed.notify_all()
                 self._threads.closing.wait(RENEW_INTERVAL_S)

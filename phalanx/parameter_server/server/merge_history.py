@@ -76,13 +76,13 @@ class MergeHistory:
         return tuple((*key, each.members, len(each.extras)) for key, each in self._results.items()), extras
 
     @classmethod
-    def restored(
+    def from_state(
         cls, completed: Sequence[tuple[int, int, tuple[Worker, ...], int]], extras: Iterable[Array]
     ) -> MergeHistory:
         """The history described by `state`."""
         history, arrays = cls(), iter(extras)
         for serial, phase, members, number in completed:
-            history.record((serial, phase), MergeResult(members, _take(arrays, number)))
+            history.record((serial, phase), MergeResult(members, _take_arrays(arrays, number)))
         # Earlier merges are no longer known. Updates outside epochs have negative serials, which do not indicate the
         # order.
         history._completed_up_to = max(
@@ -91,5 +91,5 @@ class MergeHistory:
         return history
 
 
-def _take(arrays: Iterator[Array], number: int) -> list[Array]:
+def _take_arrays(arrays: Iterator[Array], number: int) -> list[Array]:
     return list(islice(arrays, number))

@@ -15,7 +15,13 @@ from phalanx.parameter_server.server.running_clock import RunningClock
 from phalanx.parameter_server.server.shard_group import SNAPSHOT_INTERVAL_S, ShardGroup
 from phalanx.parameter_server.server.snapshots import Snapshots
 from phalanx.parameter_server.server.worker_membership import POLL_S
-from phalanx.parameter_server.server_protocol import CHIEF_WORKER, LEAD, LEASE, PURPOSE, REPLICATE
+from phalanx.parameter_server.server_protocol import (
+    CHIEF_WORKER,
+    GROUP_PURPOSE,
+    LEASE_PURPOSE,
+    PROMOTE_PURPOSE,
+    REPLICATE_PURPOSE,
+)
 from phalanx.transport.handshake import Hello, Welcome
 
 
@@ -67,11 +73,12 @@ class ParameterServer:
         listener = me.open_listener(sockets)
         listener.register(PROBE, ProbeService(me))
         for group in self._groups:
-            listener.register(f"{PURPOSE}/{group.number}", group)
+            listener.register(f"{GROUP_PURPOSE}/{group.number}", group)
             # Both may have to wait until a record from the leader is applied, such as all values of a large model.
-            listener.register(f"{LEAD}/{group.number}", _LeadService(group, str(me.tasks[CHIEF_WORKER])), blocks=True)
-            listener.register(f"{LEASE}/{group.number}", group.lease)
-            listener.register(f"{REPLICATE}/{group.number}", group.leadership, blocks=True)
+            promotion = _PromotionService(group, str(me.tasks[CHIEF_WORKER]))
+            listener.register(f"{PROMOTE_PURPOSE}/{group.number}", promotion, blocks=True)
+            listener.register(f"{LEASE_PURPOSE}/{group.number}", group.lease)
+            listener.register(f"{REPLICATE_PURPOSE}/{group.number}", group.leadership, blocks=True)
         with listener:
             try:
                 for group in self._groups:
@@ -102,7 +109,7 @@ class ParameterServer:
         return all(over)
 
 
-class _LeadService:
+class _PromotionService:
     """Service for a chief that has lost the leader of a group, and promotes the replica to lead it."""
 
     def __init__(self, group: ShardGroup, chief: str):

@@ -121,7 +121,7 @@ class RequestHandler:
                     if channel is None:
                         raise FrameError("gradients in memory that is not shared")
                     buffers = channel.read(TO_SERVER, request.lengths)
-                copy = copy_arrays if channel is None else channel.copies
+                copy = copy_arrays if channel is None else channel.copy_values
                 answer, arrays = self._answer(RequestContext(worker, link_name, buffers, copy), request)
                 # Only the response may still refer to `buffers`: once it is sent, the worker overwrites that memory.
                 if channel is not None and isinstance(answer, Values) and isinstance(request, _VIA_MEMORY):
@@ -172,7 +172,5 @@ _VIA_MEMORY = (PushGradients, PullValues)
 _ACKNOWLEDGED: tuple[Response, Sequence[Array]] = (Acknowledged(), ())
 
 
-def _send(link: Link, answer: Response, arrays: Sequence[Array] = (), patience_s: float = SEND_TIMEOUT_S) -> None:
-    link.send(
-        _encode(answer), [np.ascontiguousarray(array) for array in arrays], deadline=time.monotonic() + patience_s
-    )
+def _send(link: Link, answer: Response, arrays: Sequence[Array] = (), timeout_s: float = SEND_TIMEOUT_S) -> None:
+    link.send(_encode(answer), [np.ascontiguousarray(array) for array in arrays], deadline=time.monotonic() + timeout_s)

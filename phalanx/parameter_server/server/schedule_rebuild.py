@@ -150,7 +150,7 @@ def rebuild_fit(fit: FitSchedule, positions: Mapping[Worker, WorkerPosition]) ->
         return True
     fit.tickets.by_serial.clear()
     fit.tickets.add(tickets)
-    known = len(fit.tickets.by_serial) + sum(message.steps_made for message in same)
+    known = len(fit.tickets.by_serial) + sum(message.steps_taken for message in same)
     # A worker that is ahead knows that the epoch is over, so no worker held any of its tickets.
     is_any_ahead = any((m.fit, m.epoch) > (chief.fit, chief.epoch) for m in here)
     if not is_any_ahead and (unknown := epoch.next_unissued - known) > 0:

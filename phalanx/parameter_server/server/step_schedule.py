@@ -150,7 +150,7 @@ class StepSchedule:
             if self.fit.epoch is not None and self.fit.is_open(fit, number):
                 self.fit.epoch.close()
                 self.changed.notify_all()
-            return self.fit.steps_made
+            return self.fit.steps_issued
 
     # Steps.
 

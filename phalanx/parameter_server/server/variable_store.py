@@ -200,7 +200,7 @@ class VariableStore:
             self._shards = DeclaredShards(self._index, state.declared, state.slots, buffers[:count])
             self._barrier.abandon()
             # Also the responses to pushes that the values contain: a push that a worker repeats must not count twice.
-            self.history = MergeHistory.restored(state.completed, arrays_of(buffers[count:], state.dtypes[count:]))
+            self.history = MergeHistory.from_state(state.completed, arrays_of(buffers[count:], state.dtypes[count:]))
             self.version, self._refused = state.version, state.refused
             self._schedule.resume_fit(state)
             self.changed.notify_all()

@@ -92,7 +92,7 @@ class FitRejoin:
         self._worker = worker
         self._remote_model = remote_model
 
-    def messages(self, server: int) -> list[tuple[Any, Sequence[Array]]]:
+    def requests(self, server: int) -> list[tuple[Any, Sequence[Array]]]:
         """This worker's position in the schedule, and what the head would have received since."""
         steps = -1 if self.steps is None else self.steps
         pass_began, order = self.order
@@ -165,12 +165,12 @@ class ParameterServerCoordination:
             self._is_stopping = True
             return
         self._first_epoch = state.epoch = self.rejoin.epoch = epoch
-        self._share_state()
+        self._synchronize_state()
         # Last: from here on, a restarted server receives this worker's position in the schedule. Before that, it
         # receives only the variables (`RemoteVariables.begin`).
-        self._worker.client.reconnection.rejoin_requests = self.rejoin.messages
+        self._worker.client.reconnection.rejoin_requests = self.rejoin.requests
 
-    def _share_state(self) -> None:
+    def _synchronize_state(self) -> None:
         """Compare the data with the chief's, and receive the state that servers do not train."""
         worker, model = self._worker, self._remote_model.model
         layer_state = self._remote_model.engine.layer_state()
@@ -213,7 +213,7 @@ class ParameterServerCoordination:
         if not isinstance(answer, EpochOver) or answer.resume_epoch < 0:
             return False
         logger.warning("The chief was restarted; continuing with epoch %d.", answer.resume_epoch + 1)
-        self._share_state()
+        self._synchronize_state()
         self._source.restart()
         self._state.epoch = answer.resume_epoch
         return True

@@ -116,6 +116,6 @@ class StepTickets:
             steps=steps,
             order_epoch=order_epoch,
             is_epoch_opened=is_epoch_opened,
-            steps_made=self._made[1] if self._made[0] == epoch else 0,
+            steps_taken=self._made[1] if self._made[0] == epoch else 0,
             counted_serials=self._counted_serials,
         )
