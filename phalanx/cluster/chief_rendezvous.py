@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from phalanx.cluster import membership_messages as messages
-from phalanx.cluster.admission import DISAGREEMENT, LEAVING, RUNNING, decode_newcomer, refuse_duplicate
-from phalanx.cluster.member_links import MemberLinks, NotFormedError
+from phalanx.cluster.admission_control import DISAGREEMENT, LEAVING, RUNNING, decode_newcomer, refuse_duplicate
+from phalanx.cluster.member_links import GenerationNotFormedError, MemberLinks
 from phalanx.cluster.membership import Membership, Rank
 from phalanx.cluster.missing_tasks import timeout_error
 from phalanx.cluster.rendezvous_state import RendezvousState
@@ -27,7 +27,7 @@ RETRY_S = 0.5
 """Delay between a generation whose members could not reach each other and the next one."""
 DISMISSAL_S = 2.0
 """How long a disagreement is reported to tasks that are just starting."""
-SILENT = "is linked, but sends nothing; it may be stopped"
+NOT_RESPONDING = "is linked, but sends nothing; it may be stopped"
 
 _decoder: Decoder[messages.ToCoordinator] = Decoder(messages.ToCoordinator)
 
@@ -38,24 +38,24 @@ class _Task:
 
     description: TaskDescription
     link: Link
-    report: messages.LinksReport | None = None
+    report: messages.LinkReport | None = None
 
 
 class ChiefRendezvous:
     """See the top of the file. Implements the listener's `Service`."""
 
     def __init__(self, state: RendezvousState):
-        self._me, self._state = state.me, state
-        self._links = MemberLinks(self._me)
+        self._identity, self._state = state.identity, state
+        self._links = MemberLinks(self._identity)
         self._membership: Membership | None = None
         # Protected by `state.changed`.
         self._tasks: dict[Rank, _Task] = {}
         self._generation = 0
-        self._informed: set[Rank] = set()  # ranks that were sent the disagreement
+        self._notified_of_failure: set[Rank] = set()  # ranks that were sent the disagreement
         state.listener.register(messages.MESH, self._links)
         state.listener.register(messages.RENDEZVOUS, self)
 
-    def gather(self) -> Membership:
+    def run(self) -> Membership:
         try:
             while True:
                 self._wait_until(lambda: not self._state.missing)
@@ -81,29 +81,32 @@ class ChiefRendezvous:
         with self._state.changed:
             self._generation = generation = self._generation + 1
             tasks = dict(sorted(self._tasks.items()))
-        if len(tasks) < len(self._me.other_ranks):
+        if len(tasks) < len(self._identity.other_ranks):
             return None  # a task was just lost
-        descriptions = [self._me.description, *(task.description for task in tasks.values())]
+        descriptions = [self._identity.description, *(task.description for task in tasks.values())]
         members = [messages.MemberAddress.of(description) for description in descriptions]
         order = messages.FormGeneration(generation, members)
         self._send(order)
-        obstacle = ""
+        failure = ""
         try:
-            self._links.form(order)
-        except NotFormedError as error:
-            obstacle = str(error)
-        names = {rank: task.description.whereabouts for rank, task in tasks.items()}
-        self._state.obstacles = {self._me.description.whereabouts: obstacle, **dict.fromkeys(names.values(), SILENT)}
+            self._links.connect(order)
+        except GenerationNotFormedError as error:
+            failure = str(error)
+        names = {rank: task.description.location for rank, task in tasks.items()}
+        self._state.blocking_reasons = {
+            self._identity.description.location: failure,
+            **dict.fromkeys(names.values(), NOT_RESPONDING),
+        }
 
         def have_reported() -> bool:
             for rank, task in tasks.items():
                 if task.report is not None and task.report.generation == generation:
-                    self._state.obstacles[names[rank]] = task.report.failure
-            return self._tasks != tasks or SILENT not in self._state.obstacles.values()
+                    self._state.blocking_reasons[names[rank]] = task.report.failure
+            return self._tasks != tasks or NOT_RESPONDING not in self._state.blocking_reasons.values()
 
         self._wait_until(have_reported)
         with self._state.changed:
-            if self._tasks == tasks and not any(self._state.obstacles.values()):
+            if self._tasks == tasks and not any(self._state.blocking_reasons.values()):
                 # After this, `admit` refuses late tasks, and `adopt` refuses those that have just been admitted.
                 self._membership = self._links.membership
         return self._membership
@@ -132,25 +135,26 @@ class ChiefRendezvous:
             self._send(messages.Dismissed(str(error), DISAGREEMENT))
             with self._state.changed:
                 self._state.changed.wait_for(
-                    lambda: len(self._informed | self._tasks.keys()) == len(self._me.other_ranks), timeout=DISMISSAL_S
+                    lambda: len(self._notified_of_failure | self._tasks.keys()) == len(self._identity.other_ranks),
+                    timeout=DISMISSAL_S,
                 )
         _close(task.link for task in self._tasks.values())
 
     # See `transport.listener.Service`.
 
     def admit(self, hello: Hello) -> Welcome:
-        newcomer = decode_newcomer(hello, str(self._me.task))
+        newcomer = decode_newcomer(hello, str(self._identity.task))
         if isinstance(newcomer, Welcome):
             return newcomer
-        rank = self._me.rank_of(newcomer.task)
+        rank = self._identity.rank_of(newcomer.task)
         with self._state.changed:
-            disagreement = describe_disagreement(self._me.description, newcomer)
+            disagreement = describe_disagreement(self._identity.description, newcomer)
             if disagreement and self._membership is None:
                 self._state.fail(DisagreementError(disagreement))
             if isinstance(self._state.failure, DisagreementError):
                 disagreement = str(self._state.failure)
             if disagreement or rank is None or rank == CHIEF_RANK:
-                self._informed.update(() if rank is None else (rank,))
+                self._notified_of_failure.update(() if rank is None else (rank,))
                 self._state.changed.notify_all()
                 other = f"{newcomer.task} is not a worker of this cluster."
                 return Welcome(refusal=DISAGREEMENT, reason=disagreement or other)
@@ -159,19 +163,19 @@ class ChiefRendezvous:
                 return _refuse_latecomer(self._membership, rank, present.description, newcomer)
             is_other = present is not None and present.description.incarnation != newcomer.incarnation
             if present is not None and is_other and not present.link.peer_closed():
-                return refuse_duplicate(newcomer, f": {present.description.whereabouts}")
+                return refuse_duplicate(newcomer, f": {present.description.location}")
         return Welcome()
 
     def adopt(self, hello: Hello, link: Link) -> None:
         description = decode_message(hello.details, TaskDescription)
-        rank = self._me.rank_of(description.task)
+        rank = self._identity.rank_of(description.task)
         assert rank is not None, "checked by `admit`"
         with self._state.changed:
             former = self._tasks.get(rank)
             is_late = self._membership is not None or self._state.is_over
             if not is_late:
                 self._tasks[rank] = task = _Task(description, link)
-                self._state.arrived(rank)
+                self._state.mark_present(rank)
         if is_late:
             link.close()  # it would receive no order; the task dials again, and is refused
             return
@@ -182,7 +186,7 @@ class ChiefRendezvous:
 
     def _receive(self, rank: Rank, task: _Task) -> None:
         for message in messages.receive(task.link, _decoder):
-            if isinstance(message, messages.LinksReport):
+            if isinstance(message, messages.LinkReport):
                 with self._state.changed:
                     task.report = message
                     self._state.changed.notify_all()
@@ -192,7 +196,7 @@ class ChiefRendezvous:
             if is_lost:
                 del self._tasks[rank]
                 # Under the same lock: later, its successor may have arrived, which is not missing.
-                self._state.lost(rank, "was present before, but its process exited or its connection broke")
+                self._state.mark_missing(rank, "was present before, but its process exited or its connection broke")
         if is_lost:  # the chief may be waiting for a link of this task
             self._links.generation_ended(generation)
 
@@ -210,11 +214,11 @@ def _refuse_latecomer(
     process = f"This process, pid {newcomer.pid} on {newcomer.host},"
     if not membership.links[rank].peer_closed():
         reason = (
-            f"the job has begun, with {present.whereabouts} as rank {rank}. {process} has the same task: give it "
+            f"the job has begun, with {present.location} as rank {rank}. {process} has the same task: give it "
             f"another task.index in TF_CONFIG, or stop it."
         )
     elif (present.pid, present.host) == (newcomer.pid, newcomer.host):
-        task = membership.me.task
+        task = membership.local_member.task
         return Welcome(refusal=LEAVING, reason=f"{task} has not left the previous job yet")
     else:
         reason = (

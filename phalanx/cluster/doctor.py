@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from phalanx.cluster.link_benchmark import EXAMINE, LinkBenchmarkAnswer, LinkBenchmarkService, LinkMeasurement, measure
+from phalanx.cluster.link_benchmark import DOCTOR, LinkBenchmarkAnswer, LinkBenchmarkService, LinkMeasurement, measure
 from phalanx.cluster.peer_identification import identify_task
 from phalanx.cluster.resolvers import ClusterResolver
 from phalanx.cluster.resolvers.auto_resolver import resolve
@@ -37,7 +37,7 @@ from phalanx.transport.ports import PortTakenError
 
 DEFAULT_WAIT_S = 10.0
 """Time to keep trying to reach each task: enough to start the command in several terminals."""
-NOTABLE_CLOCK_OFFSET_S = 1.0
+CLOCK_OFFSET_NOTE_S = 1.0
 """Offset above which a note is shown. Training does not depend on clocks, but logs become hard to compare."""
 
 
@@ -80,7 +80,7 @@ class DoctorReport:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def healthy(self) -> bool:
+    def is_healthy(self) -> bool:
         return not self.problems
 
 
@@ -92,7 +92,7 @@ def run(
     with console.status("contacting the other tasks"):
         report = examine(resolver, config=config, wait_s=wait_s)
     show(report, console)
-    return 0 if report.healthy else RendezvousError.exit_code
+    return 0 if report.is_healthy else RendezvousError.exit_code
 
 
 def examine(
@@ -126,12 +126,12 @@ def examine(
         return report
     spec.check_member(task)
     facts = JobFacts(keras=report.software.keras, backend=report.software.backend, seed=config.seed)
-    me = TaskIdentity(spec, task, facts, config)
-    report.host = me.description.host
-    report.rank = me.rank if me.rank >= 0 else None
-    report.world_size = len(me.tasks)
+    identity = TaskIdentity(spec, task, facts, config)
+    report.host = identity.description.host
+    report.rank = identity.rank if identity.rank >= 0 else None
+    report.world_size = len(identity.tasks)
     _check_addresses(report, config)
-    _contact_others(report, me, wait_s)
+    _contact_others(report, identity, wait_s)
     _compare(report)
     return report
 
@@ -165,15 +165,17 @@ def _resolve(address: Address) -> tuple[str, ...] | str:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-def _contact_others(report: DoctorReport, me: TaskIdentity, wait_s: float) -> None:
-    service = LinkBenchmarkService(LinkBenchmarkAnswer(me.description, report.software), len(report.tasks))
-    listener = _listen(report, me, service)
+def _contact_others(report: DoctorReport, identity: TaskIdentity, wait_s: float) -> None:
+    service = LinkBenchmarkService(LinkBenchmarkAnswer(identity.description, report.software), len(report.tasks))
+    listener = _listen(report, identity, service)
     try:
         # Evaluators have no port.
-        others = [entry for entry in report.tasks if entry.task not in (me.task,) and entry.task.type != EVALUATOR]
+        others = [
+            entry for entry in report.tasks if entry.task not in (identity.task,) and entry.task.type != EVALUATOR
+        ]
         deadline = time.monotonic() + wait_s
         with ThreadPoolExecutor(max(1, len(others)), thread_name_prefix="phalanx-reach") as pool:
-            links = list(pool.map(lambda entry: _reach(report, me, entry, deadline), others))
+            links = list(pool.map(lambda entry: _reach(report, identity, entry, deadline), others))
         # Sequentially, so that the links do not share this end's bandwidth.
         for entry, link in zip(others, links, strict=True):
             if link is not None:
@@ -192,45 +194,45 @@ def _contact_others(report: DoctorReport, me: TaskIdentity, wait_s: float) -> No
             listener.close()
 
 
-def _listen(report: DoctorReport, me: TaskIdentity, service: LinkBenchmarkService) -> Listener | None:
+def _listen(report: DoctorReport, identity: TaskIdentity, service: LinkBenchmarkService) -> Listener | None:
     """Open this task's port and answer on it; if that fails, return None and add the reason to the report."""
-    own = next((entry for entry in report.tasks if entry.task == me.task), None)
-    if own is None or me.task.type == EVALUATOR:
+    own = next((entry for entry in report.tasks if entry.task == identity.task), None)
+    if own is None or identity.task.type == EVALUATOR:
         return None
     own.state, own.software = "this task; its port can be opened", report.software
     try:
-        listener = me.open_listener()
+        listener = identity.open_listener()
     except PortTakenError as error:
-        owner = identify_task(me, me.task)
-        if isinstance(owner, TaskDescription) and owner.task == str(me.task):
+        owner = identify_task(identity, identity.task)
+        if isinstance(owner, TaskDescription) and owner.task == str(identity.task):
             own.state = f"this task; it is running already (pid {owner.pid} on {owner.host})"
         else:
             own.state = "this task; its port is taken"
-            report.problems.append(f"{me.task}: {error} At that port: {_name(owner)}.")
+            report.problems.append(f"{identity.task}: {error} At that port: {_describe_owner(owner)}.")
         return None
     except ConfigurationError as error:
         own.state = "this task; its port cannot be opened"
-        report.problems.append(f"{me.task}: {error}")
+        report.problems.append(f"{identity.task}: {error}")
         return None
-    listener.register(EXAMINE, service)
+    listener.register(DOCTOR, service)
     listener.start()
     return listener
 
 
-def _reach(report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, deadline: float) -> Link | None:
+def _reach(report: DoctorReport, identity: TaskIdentity, entry: TaskDiagnosis, deadline: float) -> Link | None:
     """Try until the task answers or the deadline passes; return a link if it can be measured."""
     started_at = time.monotonic()
     last_answer = ""  # more informative than a later lack of answers
     while True:
         now = time.monotonic()
         try:
-            link, welcome = me.dial(entry.task, EXAMINE, deadline=now + ATTEMPT_TIMEOUT_S)
+            link, welcome = identity.dial(entry.task, DOCTOR, deadline=now + ATTEMPT_TIMEOUT_S)
             answer = decode_message(welcome.details, LinkBenchmarkAnswer)
         except RefusedError as error:
-            found = identify_task(me, entry.task)
+            found = identify_task(identity, entry.task)
             if isinstance(found, TaskDescription):
                 entry.state = f"is training (pid {found.pid} on {found.host})"
-                _check_description(report, me, entry, found)
+                _check_description(report, identity, entry, found)
                 return None
             failure = last_answer = str(error)
         except HandshakeError as error:
@@ -240,7 +242,7 @@ def _reach(report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, deadlin
         else:
             entry.state = f"answers (pid {answer.description.pid} on {answer.description.host})"
             entry.software = answer.software
-            _check_description(report, me, entry, answer.description)
+            _check_description(report, identity, entry, answer.description)
             return link
         if now + retry_delay_s(now - started_at) >= deadline:
             entry.state = "cannot be reached"
@@ -250,25 +252,27 @@ def _reach(report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, deadlin
 
 
 def _check_description(
-    report: DoctorReport, me: TaskIdentity, entry: TaskDiagnosis, description: TaskDescription
+    report: DoctorReport, identity: TaskIdentity, entry: TaskDiagnosis, description: TaskDescription
 ) -> None:
     if description.task != str(entry.task):
         report.problems.append(
-            f"at the address of {entry.task}, {entry.address}, {description.whereabouts} answers: the tasks have "
+            f"at the address of {entry.task}, {entry.address}, {description.location} answers: the tasks have "
             f"different clusters, or two hosts have swapped addresses."
         )
     # The doctor cannot compare the seed and other values that only the program sets.
-    mine = me.description.facts
+    mine = identity.description.facts
     comparable = msgspec.structs.replace(
-        description.facts, seed=mine.seed, others=mine.others, backend_policy=mine.backend_policy
+        description.facts, seed=mine.seed, extra=mine.extra, backend_policy=mine.backend_policy
     )
-    if disagreement := describe_disagreement(me.description, msgspec.structs.replace(description, facts=comparable)):
+    if disagreement := describe_disagreement(
+        identity.description, msgspec.structs.replace(description, facts=comparable)
+    ):
         report.problems.append(disagreement)
 
 
 def _compare(report: DoctorReport) -> None:
     for entry in report.tasks:
-        if entry.link and abs(entry.link.clock_offset_s) > NOTABLE_CLOCK_OFFSET_S:
+        if entry.link and abs(entry.link.clock_offset_s) > CLOCK_OFFSET_NOTE_S:
             report.notes.append(
                 f"The clock of {entry.task} differs from this one's by {entry.link.clock_offset_s:+.1f} s. "
                 f"Synchronise both with NTP, or their logs cannot be compared."
@@ -279,8 +283,8 @@ def _compare(report: DoctorReport) -> None:
             )
 
 
-def _name(owner: TaskDescription | PhalanxError) -> str:
-    return owner.whereabouts if isinstance(owner, TaskDescription) else str(owner)
+def _describe_owner(owner: TaskDescription | PhalanxError) -> str:
+    return owner.location if isinstance(owner, TaskDescription) else str(owner)
 
 
 def show(report: DoctorReport, console: Console) -> None:
@@ -300,18 +304,18 @@ def show(report: DoctorReport, console: Console) -> None:
         console.print(f"[yellow]note[/]  {escape(note)}", highlight=False)
     for problem in report.problems:
         console.print(f"[red]problem[/]  {escape(problem)}", highlight=False)
-    if report.healthy:
+    if report.is_healthy:
         console.print("[green]No problem found.[/]")
 
 
-WIDE = 130
+MIN_WIDE_COLUMNS = 130
 """Minimum number of terminal columns for a table of all tasks."""
 
 
 def _tables(report: DoctorReport, columns: int) -> list[Table]:
     """Return one table of all tasks, or on a narrow terminal, one table for each task."""
     rows = [_row(entry) for entry in report.tasks]
-    if columns >= WIDE:
+    if columns >= MIN_WIDE_COLUMNS:
         table = Table(*rows[0])
         for row in rows:
             table.add_row(*row.values())

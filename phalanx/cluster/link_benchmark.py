@@ -18,7 +18,7 @@ from phalanx.transport.link import Link
 
 logger = logging.getLogger(__name__)
 
-EXAMINE = "doctor"
+DOCTOR = "doctor"
 """Purpose of a connection that queries a task's versions and measures the link."""
 
 TRANSFERS = ((1 << 16, 1.5), (1 << 20, 0.5), (32 << 20, 0.0))

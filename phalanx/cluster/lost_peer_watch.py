@@ -62,7 +62,7 @@ class LostPeerWatch:
         while not self._is_closed:
             ended = [self._ranks[fileno] for fileno, _ in self._poller.poll(CLOSE_CHECK_S * 1000)]
             if ended and not self._is_closed:
-                self.loss = self._membership.peer_lost(min(ended), self._activity)
+                self.loss = self._membership.peer_lost_error(min(ended), self._activity)
                 self._has_lost.set()
                 self._on_loss(self.loss)
                 return

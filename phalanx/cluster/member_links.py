@@ -24,7 +24,7 @@ ENDED_GRACE_S = 0.5
 with more details."""
 
 
-class NotFormedError(PhalanxError):
+class GenerationNotFormedError(PhalanxError):
     """The links of a generation could not be established: one of its members was lost meanwhile."""
 
 
@@ -50,7 +50,7 @@ class MemberLinks:
         self._ended = 0  # the last generation that has ended
         # Links in use, by incarnation. This and the next attribute belong to the thread that forms generations.
         self._links: dict[str, Link] = {}
-        self._unreachable: set[str] = set()  # incarnations, since the last `take_unreachable`
+        self._unreachable: set[str] = set()  # incarnations, since the last `pop_unreachable`
 
     # See `transport.listener.Service`.
 
@@ -68,25 +68,25 @@ class MemberLinks:
 
     # Generations.
 
-    def form(self, order: FormGeneration) -> None:
+    def connect(self, order: FormGeneration) -> None:
         """Connect to all members of a generation. If two members have no link, the one with the higher rank dials.
 
-        Raises: NotFormedError if a member cannot be reached or the generation has already ended.
+        Raises: GenerationNotFormedError if a member cannot be reached or the generation has already ended.
         """
         # No circular waits: the listener's thread of the dialed member adopts the link.
-        self.dial(order)
-        self.complete(order)
+        self.connect_to_lower_ranks(order)
+        self.accept_from_higher_ranks(order)
 
-    def dial(self, order: FormGeneration) -> None:
-        """Connect to the members of lower rank: the first half of `form`."""
+    def connect_to_lower_ranks(self, order: FormGeneration) -> None:
+        """Dial the members of lower rank: the first half of `connect`."""
         self._drop_unusable(order)
         deadline = time.monotonic() + LINK_UP_S
         for address in order.members[: self._rank(order)]:
             if address.incarnation not in self._links:
                 self._links[address.incarnation] = self._open_link(address, order.generation, deadline)
 
-    def complete(self, order: FormGeneration) -> None:
-        """Wait for the links of the members of higher rank: the second half of `form`."""
+    def accept_from_higher_ranks(self, order: FormGeneration) -> None:
+        """Wait for the links of the members of higher rank: the second half of `connect`."""
         rank, deadline = self._rank(order), time.monotonic() + LINK_UP_S
         for address in order.members[rank + 1 :]:
             if address.incarnation not in self._links:
@@ -111,7 +111,7 @@ class MemberLinks:
                 self.membership.state.abort_at = time.monotonic() + ENDED_GRACE_S
             self._changed.notify_all()
 
-    def take_unreachable(self) -> list[str]:
+    def pop_unreachable(self) -> list[str]:
         """Return the incarnations of members that could not be reached or did not answer since the last call."""
         state = self.membership.state
         found = self._unreachable | {self.membership.members[rank].incarnation for rank in state.unresponsive}
@@ -120,7 +120,7 @@ class MemberLinks:
         return sorted(found)
 
     @property
-    def all(self) -> list[Link]:
+    def open_links(self) -> list[Link]:
         return list(self._links.values())
 
     def close(self) -> None:
@@ -130,16 +130,16 @@ class MemberLinks:
             link.close()
 
     def _rank(self, order: FormGeneration) -> Rank:
-        me = self._identity.description.incarnation
-        return next(rank for rank, address in enumerate(order.members) if address.incarnation == me)
+        own = self._identity.description.incarnation
+        return next(rank for rank, address in enumerate(order.members) if address.incarnation == own)
 
     def _drop_unusable(self, order: FormGeneration) -> None:
         """Close links to former members, broken links, and closed ones (which the network closed if both ends live)."""
-        self._take_over_former(order.generation - 1)
-        me = self._identity.description.incarnation
+        self._adopt_previous_links(order.generation - 1)
+        own = self._identity.description.incarnation
         # A process that was not a member before opens new links: existing ones may be from an earlier attempt.
         wanted = {address.incarnation for address in order.members if address.completed >= 0}
-        wanted -= {incarnation for pair in order.broken if me in pair for incarnation in pair}
+        wanted -= {incarnation for pair in order.broken if own in pair for incarnation in pair}
         for incarnation, link in list(self._links.items()):
             if incarnation not in wanted or link.closed or link.peer_closed():
                 self._links.pop(incarnation).close()
@@ -149,7 +149,7 @@ class MemberLinks:
                     del self._arrived[incarnation]
                     link.close()
 
-    def _take_over_former(self, generation: int) -> None:
+    def _adopt_previous_links(self, generation: int) -> None:
         """Use links of a generation that this process abandoned before it took them: their dialers keep them and do not
         dial again."""
         with self._changed:
@@ -169,7 +169,7 @@ class MemberLinks:
             )
         except (LinkClosedError, LinkTimeoutError, HandshakeError) as error:
             self._unreachable.add(member.incarnation)
-            raise NotFormedError(f"{member.task} cannot be reached: {error}") from error
+            raise GenerationNotFormedError(f"{member.task} cannot be reached: {error}") from error
         return link
 
     def _await_link(self, member: MemberAddress, generation: int, deadline: float) -> Link:
@@ -185,9 +185,9 @@ class MemberLinks:
             if has_arrived():
                 return self._arrived.pop(member.incarnation)[1]
             if self._ended >= generation:
-                raise NotFormedError("another member of the generation was lost")
+                raise GenerationNotFormedError("another member of the generation was lost")
             self._unreachable.add(member.incarnation)
-            raise NotFormedError(f"{member.task} did not connect")
+            raise GenerationNotFormedError(f"{member.task} did not connect")
 
 
 def _details_of(generation: int) -> bytes:

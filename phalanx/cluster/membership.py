@@ -78,7 +78,7 @@ class Membership:
         return len(self.members)
 
     @property
-    def me(self) -> Member:
+    def local_member(self) -> Member:
         return self.members[self.rank]
 
     @property
@@ -92,24 +92,24 @@ class Membership:
     @property
     def local_ranks(self) -> tuple[Rank, ...]:
         """The ranks on this process's host, in rank order."""
-        return self.ranks_on(self.me.host)
+        return self.ranks_on(self.local_member.host)
 
     @property
     def local_rank(self) -> int:
         return self.local_ranks.index(self.rank)
 
-    def peer_lost(self, rank: Rank, during: str, why: str = "") -> PeerLostError:
+    def peer_lost_error(self, rank: Rank, activity: str, reason: str = "") -> PeerLostError:
         """Return the error that names a lost member.
 
         Args:
             rank: Rank of the lost member.
-            during: The activity of this process.
-            why: State of the connection as a sentence; by default, that it closed.
+            activity:The activity of this process.
+            reason:State of the connection as a sentence; by default, that it closed.
         """
         member = self.members[rank]
         return PeerLostError(
-            f"{self.me.task} (rank {self.rank}) lost {member.task} (rank {rank}, pid {member.pid} on "
-            f"{member.host}, {member.address}) during {during}: {why or CONNECTION_CLOSED}",
+            f"{self.local_member.task} (rank {self.rank}) lost {member.task} (rank {rank}, pid {member.pid} on "
+            f"{member.host}, {member.address}) during {activity}: {reason or CONNECTION_CLOSED}",
             rank=rank,
             task=member.task,
             host=member.host,

@@ -74,23 +74,24 @@ class LossReport(msgspec.Struct, frozen=True, tag="report"):
     Attributes:
         generation: The generation that the sender has left.
         completed: Number of collectives that the sender has completed since the job started.
-        boundary: Whether the interrupted collective is the merge of a training step, before which others may join.
+        at_step_boundary: Whether the interrupted collective is the merge of a training step, before which others may
+            join.
         needs_state: Whether the sender has not received the job's state yet.
-        late: Text of the timeout, if that was the reason.
-        missing: Incarnations of members that the sender could not reach or that did not answer in time.
-        linked: Whether all links of the generation were established. If not, nothing was computed in it.
+        timeout_text: Text of the timeout, if that was the reason.
+        unreachable: Incarnations of members that the sender could not reach or that did not answer in time.
+        links_formed: Whether all links of the generation were established. If not, nothing was computed in it.
     """
 
     generation: int
     completed: int
-    boundary: bool
+    at_step_boundary: bool
     needs_state: bool = False
-    late: str = ""
-    missing: list[str] = []
-    linked: bool = True
+    timeout_text: str = ""
+    unreachable: list[str] = []
+    links_formed: bool = True
 
 
-class LinksReport(msgspec.Struct, frozen=True, tag="links"):
+class LinkReport(msgspec.Struct, frozen=True, tag="links"):
     """In a job of fixed size: whether the sender has links to all members of a generation.
 
     Attributes:
@@ -102,7 +103,7 @@ class LinksReport(msgspec.Struct, frozen=True, tag="links"):
     failure: str = ""
 
 
-class EntryBegan(msgspec.Struct, frozen=True, tag="began"):
+class EntryStarted(msgspec.Struct, frozen=True, tag="began"):
     """From the chief: an entry starts. Also the answer to a candidate's query: the entry has started.
 
     Attributes:
@@ -217,7 +218,7 @@ class RegroupRequest(msgspec.Struct, frozen=True, tag="regroup"):
     generation: int
 
 
-class PastEntry(msgspec.Struct, frozen=True, tag="past"):
+class EntryAlreadyFinished(msgspec.Struct, frozen=True, tag="past"):
     """The entry that the receiver has reached has already finished; see `EntryFinished`."""
 
     entry: int
@@ -245,14 +246,16 @@ ToCoordinator = (
     EntryQuery
     | ReadyToJoin
     | LossReport
-    | LinksReport
-    | EntryBegan
+    | LinkReport
+    | EntryStarted
     | EntryFinished
     | EntryLeft
     | Heartbeat
     | LeaveNotice
 )
-FromCoordinator = FormGeneration | StartOrder | GenerationEnded | EntryBegan | RegroupRequest | PastEntry | Dismissed
+FromCoordinator = (
+    FormGeneration | StartOrder | GenerationEnded | EntryStarted | RegroupRequest | EntryAlreadyFinished | Dismissed
+)
 
 NOT_KEPT = b"\xc1too large"  # no msgpack value starts with 0xc1
 """Replaces a result that is too large to keep in the launcher's memory."""
@@ -260,7 +263,7 @@ NOT_KEPT = b"\xc1too large"  # no msgpack value starts with 0xc1
 
 def pack(message: ToCoordinator | FromCoordinator) -> tuple[bytes, list[bytes]]:
     """Return header and buffers of a frame; see `unpack`. Result and state may exceed the size limit of a header."""
-    if isinstance(message, EntryFinished | PastEntry):
+    if isinstance(message, EntryFinished | EntryAlreadyFinished):
         header = msgspec.msgpack.encode(msgspec.structs.replace(message, result=b"", state=b""))
         return header, [message.result, message.state]
     return msgspec.msgpack.encode(message), []
@@ -272,7 +275,7 @@ def unpack(decoder: Decoder[Message], header: bytes, buffers: Sequence[memoryvie
     Raises: FrameError if the frame holds no valid message.
     """
     message = decoder.decode(header)
-    if isinstance(message, EntryFinished | PastEntry) and len(buffers) == 2:
+    if isinstance(message, EntryFinished | EntryAlreadyFinished) and len(buffers) == 2:
         return msgspec.structs.replace(message, result=bytes(buffers[0]), state=bytes(buffers[1]))
     return message
 

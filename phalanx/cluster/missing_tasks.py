@@ -35,8 +35,8 @@ def watch_missing_tasks(state: RendezvousState) -> None:
         return
     if lines:
         text = "\n".join(f"  {line}" for line in lines) + _refused(state.listener)
-        logger.warning("%s waits up to %.0f s for:\n%s", state.me.task, state.timeout_s, text)
-    if state.me.rank == CHIEF_RANK and state.me.config.listen_fd is not None:
+        logger.warning("%s waits up to %.0f s for:\n%s", state.identity.task, state.timeout_s, text)
+    if state.identity.rank == CHIEF_RANK and state.identity.config.listen_fd is not None:
         _watch_for_exited_tasks(state)
 
 
@@ -51,23 +51,23 @@ def _watch_for_exited_tasks(state: RendezvousState) -> None:
         now = time.monotonic()
         with state.changed:
             missing = list(state.missing)
-        for rank in state.me.other_ranks:
-            if rank not in missing or not _is_refused(state.me, rank):
+        for rank in state.identity.other_ranks:
+            if rank not in missing or not _is_refused(state.identity, rank):
                 refused_since.pop(rank, None)
             elif now - refused_since.setdefault(rank, now) >= EXITED_AFTER_S:
-                state.fail(task_exited(state.me, rank))
+                state.fail(task_exited_error(state.identity, rank))
 
 
-def _is_refused(me: TaskIdentity, rank: Rank) -> bool:
-    return isinstance(getattr(identify_task(me, me.tasks[rank]), "__cause__", None), ConnectionRefusedError)
+def _is_refused(identity: TaskIdentity, rank: Rank) -> bool:
+    return isinstance(getattr(identify_task(identity, identity.tasks[rank]), "__cause__", None), ConnectionRefusedError)
 
 
-def task_exited(me: TaskIdentity, rank: Rank) -> PeerLostError:
+def task_exited_error(identity: TaskIdentity, rank: Rank) -> PeerLostError:
     """Return the error of a task that has waited for one that has exited."""
-    task, address = me.tasks[rank], me.spec.address(me.tasks[rank])
+    task, address = identity.tasks[rank], identity.spec.address(identity.tasks[rank])
     return PeerLostError(
-        f"{task} (rank {rank}) has ended before the job began, and {me.task} waited for it: nothing listens at its "
-        f"port {address} any longer. Every task must create the strategy.",
+        f"{task} (rank {rank}) has ended before the job began, and {identity.task} waited for it: nothing listens at "
+        f"its port {address} any longer. Every task must create the strategy.",
         rank=rank,
         task=str(task),
         host=address.host,
@@ -76,38 +76,39 @@ def task_exited(me: TaskIdentity, rank: Rank) -> PeerLostError:
 
 def timeout_error(state: RendezvousState) -> RendezvousError:
     """Return the error of a task that has timed out, with everything known about the missing tasks."""
-    me = state.me
+    identity = state.identity
     lines = "\n".join(f"  {line}" for line in describe_missing(state))
     return RendezvousError(
-        f"{me.task} (rank {me.rank}, at {me.address}) has waited {state.timeout_s:g} s for the "
-        f"{len(me.other_ranks)} other tasks of the job and cannot train without them. "
+        f"{identity.task} (rank {identity.rank}, at {identity.address}) has waited {state.timeout_s:g} s for the "
+        f"{len(identity.other_ranks)} other tasks of the job and cannot train without them. "
         f"Missing:\n{lines}{_refused(state.listener)}\nCheck that each was started, with the same cluster and "
         f"secret, that the addresses are right, and that no firewall blocks them: `phalanx doctor`, run as "
         f"each of the tasks, tests this. {RENDEZVOUS_TIMEOUT} sets the time to wait in seconds."
     )
 
 
-def describe_owner(me: TaskIdentity, owner: TaskDescription) -> str:
+def describe_duplicate_task(identity: TaskIdentity, owner: TaskDescription) -> str:
     """Return the error text for a process whose address belongs to another process of the job."""
     return (
-        f"{me.task} runs already: {owner.whereabouts} answers at its address, {me.address}. Two processes have the "
-        f"same task: give this one (pid {me.description.pid} on {me.description.host}) another task.index in "
-        f"TF_CONFIG, or stop the other one."
+        f"{identity.task} runs already: {owner.location} answers at its address, {identity.address}. Two processes "
+        f"have the same task: give this one (pid {identity.description.pid} on {identity.description.host}) another "
+        f"task.index in TF_CONFIG, or stop the other one."
     )
 
 
 def describe_missing(state: RendezvousState) -> list[str]:
     """Return a line with address and reason for each missing task, or lines on what the present tasks wait for."""
-    me = state.me
+    identity = state.identity
     if missing := _find_missing(state):
         return [
-            f"{me.tasks[rank]} at {me.spec.address(me.tasks[rank])}: {cause or 'has not connected yet'}"
+            f"{identity.tasks[rank]} at {identity.spec.address(identity.tasks[rank])}: "
+            f"{cause or 'has not connected yet'}"
             for rank, cause in sorted(missing.items())
         ]
-    if me.rank != CHIEF_RANK:
-        return [f"{me.tasks[CHIEF_RANK]}, which is present, but waits for others to reach each other"]
+    if identity.rank != CHIEF_RANK:
+        return [f"{identity.tasks[CHIEF_RANK]}, which is present, but waits for others to reach each other"]
     with state.changed:
-        return [f"{who}: {why}" for who, why in state.obstacles.items() if why]
+        return [f"{who}: {why}" for who, why in state.blocking_reasons.items() if why]
 
 
 def _find_missing(state: RendezvousState) -> dict[Rank, str]:
@@ -115,25 +116,27 @@ def _find_missing(state: RendezvousState) -> dict[Rank, str]:
 
     Ends the rendezvous if another process has this task's address, or if a task that cannot reach this one disagrees.
     """
-    me, is_chief = state.me, state.me.rank == CHIEF_RANK
+    identity, is_chief = state.identity, state.identity.rank == CHIEF_RANK
     with state.changed:
         found = dict(state.missing)
 
-    def look(rank: Rank) -> None:
-        answer = identify_task(me, me.tasks[rank])
+    def probe(rank: Rank) -> None:
+        answer = identify_task(identity, identity.tasks[rank])
         if not isinstance(answer, TaskDescription):
-            if rank != me.rank:
+            if rank != identity.rank:
                 found[rank] = str(answer)
-        elif rank == me.rank:
-            if answer.incarnation != me.description.incarnation:
-                state.fail(ConfigurationError(describe_owner(me, answer)))
-        elif difference := describe_disagreement(me.description, answer):
+        elif rank == identity.rank:
+            if answer.incarnation != identity.description.incarnation:
+                state.fail(ConfigurationError(describe_duplicate_task(identity, answer)))
+        elif difference := describe_disagreement(identity.description, answer):
             state.fail(DisagreementError(difference))
         elif is_chief:
-            found[rank] = f"pid {answer.pid} on {answer.host} runs, but has not reached {me.task} at {me.address}"
+            found[rank] = (
+                f"pid {answer.pid} on {answer.host} runs, but has not reached {identity.task} at {identity.address}"
+            )
 
-    asked = [rank for rank in me.other_ranks if (rank in found if is_chief else rank != CHIEF_RANK)]
-    _run_in_threads(look, [*asked, me.rank], until=time.monotonic() + PROBE_TIMEOUT_S + 0.5)
+    asked = [rank for rank in identity.other_ranks if (rank in found if is_chief else rank != CHIEF_RANK)]
+    _run_in_threads(probe, [*asked, identity.rank], until=time.monotonic() + PROBE_TIMEOUT_S + 0.5)
     return dict(found)  # a copy, because a late thread may still add to it
 
 

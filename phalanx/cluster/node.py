@@ -131,24 +131,24 @@ def join(
             f"{task} is a parameter server, which does not take part in synchronous training. Run it with "
             f"ParameterServerStrategy, or start this process as a worker."
         )
-    me = TaskIdentity(spec, task, facts or JobFacts(), config)
+    identity = TaskIdentity(spec, task, facts or JobFacts(), config)
     if task.type == EVALUATOR or len(spec.ranked_tasks) == 1:
-        return _single_process_node(me)
-    membership, listener = gather_members(me, config.rendezvous_timeout_s if timeout_s is None else timeout_s)
-    return FixedNode(me, membership, listener)
+        return _single_process_node(identity)
+    membership, listener = gather_members(identity, config.rendezvous_timeout_s if timeout_s is None else timeout_s)
+    return FixedNode(identity, membership, listener)
 
 
-def _single_process_node(me: TaskIdentity) -> FixedNode:
-    membership = Membership(FIRST_GENERATION, 0, (me.description.as_member(0),))
+def _single_process_node(identity: TaskIdentity) -> FixedNode:
+    membership = Membership(FIRST_GENERATION, 0, (identity.description.as_member(0),))
     listener = None
-    if me.config.listen_fd is not None and me.task.type != EVALUATOR and EVALUATOR in me.spec.jobs:
-        listener = _open_probe_port(me)
-    return FixedNode(me, membership, listener)
+    if identity.config.listen_fd is not None and identity.task.type != EVALUATOR and EVALUATOR in identity.spec.jobs:
+        listener = _open_probe_port(identity)
+    return FixedNode(identity, membership, listener)
 
 
-def _open_probe_port(me: TaskIdentity) -> Listener:
+def _open_probe_port(identity: TaskIdentity) -> Listener:
     """Answer evaluators that check whether the job is alive, on the port that the launcher opened."""
-    listener = me.open_listener()
-    listener.register(PROBE, ProbeService(me))
+    listener = identity.open_listener()
+    listener.register(PROBE, ProbeService(identity))
     listener.start()
     return listener

@@ -23,22 +23,24 @@ PROBE_TIMEOUT_S = 1.0
 class ProbeService:
     """Sends the description of this task to the processes that connect."""
 
-    def __init__(self, me: TaskIdentity):
-        self._me = me
+    def __init__(self, identity: TaskIdentity):
+        self._identity = identity
 
     def admit(self, hello: Hello) -> Welcome:
         del hello
-        return Welcome(details=msgspec.msgpack.encode(self._me.description))
+        return Welcome(details=msgspec.msgpack.encode(self._identity.description))
 
     def adopt(self, hello: Hello, link: Link) -> None:
         del hello
         link.close()
 
 
-def identify_task(me: TaskIdentity, task: Task, timeout_s: float = PROBE_TIMEOUT_S) -> TaskDescription | PhalanxError:
+def identify_task(
+    identity: TaskIdentity, task: Task, timeout_s: float = PROBE_TIMEOUT_S
+) -> TaskDescription | PhalanxError:
     """Return the description of the task that listens at a task's address, or the reason for no answer."""
     try:
-        link, welcome = me.dial(task, PROBE, deadline=time.monotonic() + timeout_s)
+        link, welcome = identity.dial(task, PROBE, deadline=time.monotonic() + timeout_s)
         link.close()
         return decode_message(welcome.details, TaskDescription)
     except FrameError as error:

@@ -27,14 +27,14 @@ import time
 import msgspec
 
 from phalanx.cluster import membership_messages as messages
-from phalanx.cluster.admission import DISAGREEMENT, DUPLICATE, RUNNING
+from phalanx.cluster.admission_control import DISAGREEMENT, DUPLICATE, RUNNING
 from phalanx.cluster.chief_rendezvous import ChiefRendezvous
-from phalanx.cluster.member_links import MemberLinks, NotFormedError
+from phalanx.cluster.member_links import GenerationNotFormedError, MemberLinks
 from phalanx.cluster.membership import Membership
 from phalanx.cluster.missing_tasks import (
     EXITED_AFTER_S,
-    describe_owner,
-    task_exited,
+    describe_duplicate_task,
+    task_exited_error,
     timeout_error,
     watch_missing_tasks,
 )
@@ -69,21 +69,21 @@ POLL_S = 0.5
 _decoder: Decoder[messages.FromCoordinator] = Decoder(messages.FromCoordinator)
 
 
-def gather_members(me: TaskIdentity, timeout_s: float) -> tuple[Membership, Listener]:
+def gather_members(identity: TaskIdentity, timeout_s: float) -> tuple[Membership, Listener]:
     """Wait for all ranked tasks of the cluster and establish links to them; this task's port stays open.
 
     Raises: as `phalanx.cluster.join`.
     """
     started_at = time.monotonic()
-    listener = _listen(me)
-    state = RendezvousState(me, listener, timeout_s)
+    listener = _listen(identity)
+    state = RendezvousState(identity, listener, timeout_s)
     try:
-        listener.register(PROBE, ProbeService(me))
+        listener.register(PROBE, ProbeService(identity))
         watch = threading.Thread(target=watch_missing_tasks, args=(state,), name="phalanx-missing-tasks", daemon=True)
-        rendezvous = ChiefRendezvous(state) if me.rank == CHIEF_RANK else _MemberRendezvous(state)
+        rendezvous = ChiefRendezvous(state) if identity.rank == CHIEF_RANK else _MemberRendezvous(state)
         listener.start()
         watch.start()
-        membership = rendezvous.gather()
+        membership = rendezvous.run()
     except BaseException:
         listener.close()
         raise
@@ -91,7 +91,7 @@ def gather_members(me: TaskIdentity, timeout_s: float) -> tuple[Membership, List
         state.finish()
     logger.info(
         "%s is rank %d of %d in generation %d, on %d host(s), after %.1f s",
-        me.task,
+        identity.task,
         membership.rank,
         membership.world_size,
         membership.generation,
@@ -101,18 +101,18 @@ def gather_members(me: TaskIdentity, timeout_s: float) -> tuple[Membership, List
     return membership, listener
 
 
-def _listen(me: TaskIdentity) -> Listener:
+def _listen(identity: TaskIdentity) -> Listener:
     patience_until = time.monotonic() + PORT_TAKEN_PATIENCE_S
     # An owner that answers belongs to this job and stays; any other may be an exiting process of an earlier job.
     while True:
         try:
-            return me.open_listener()
+            return identity.open_listener()
         except PortTakenError as error:
-            owner = identify_task(me, me.task)
+            owner = identify_task(identity, identity.task)
             if isinstance(owner, TaskDescription):
-                raise ConfigurationError(describe_owner(me, owner)) from error
+                raise ConfigurationError(describe_duplicate_task(identity, owner)) from error
             if time.monotonic() >= patience_until:
-                raise PortTakenError(f"{me.task} cannot start: {error} At that port: {owner}.") from error
+                raise PortTakenError(f"{identity.task} cannot start: {error} At that port: {owner}.") from error
         time.sleep(0.1)
 
 
@@ -120,10 +120,10 @@ class _MemberRendezvous:
     """The rendezvous in every task except the chief."""
 
     def __init__(self, state: RendezvousState):
-        self._me, self._state = state.me, state
-        self._links = MemberLinks(self._me)
+        self._identity, self._state = state.identity, state
+        self._links = MemberLinks(self._identity)
 
-    def gather(self) -> Membership:
+    def run(self) -> Membership:
         while True:
             # Before the chief sees this task, and without links and orders of a previous chief.
             self._state.listener.register(messages.MESH, self._links)
@@ -134,17 +134,17 @@ class _MemberRendezvous:
                 finally:
                     link.close()
             except (LinkClosedError, FrameError) as error:
-                self._state.lost(CHIEF_RANK, f"was present before, but {error}")
+                self._state.mark_missing(CHIEF_RANK, f"was present before, but {error}")
                 self._links.close()
-                self._links = MemberLinks(self._me)
+                self._links = MemberLinks(self._identity)
             except BaseException:
                 self._links.close()
                 raise
 
     def _reach_chief(self) -> Link:
         """Dial the chief until it accepts this task, and return the link."""
-        me, state = self._me, self._state
-        chief, details = me.tasks[CHIEF_RANK], msgspec.msgpack.encode(me.description)
+        identity, state = self._identity, self._state
+        chief, details = identity.tasks[CHIEF_RANK], msgspec.msgpack.encode(identity.description)
         absent_since = time.monotonic()
         # Times since which every attempt was answered without success, or nothing listened there.
         failing_since = refused_since = None
@@ -152,8 +152,8 @@ class _MemberRendezvous:
         while True:
             now = time.monotonic()
             try:
-                link, _ = me.dial(chief, messages.RENDEZVOUS, details, deadline=now + ATTEMPT_TIMEOUT_S)
-                state.arrived(CHIEF_RANK)
+                link, _ = identity.dial(chief, messages.RENDEZVOUS, details, deadline=now + ATTEMPT_TIMEOUT_S)
+                state.mark_present(CHIEF_RANK)
                 return link
             except (LinkClosedError, LinkTimeoutError) as error:
                 is_refused = isinstance(error.__cause__, ConnectionRefusedError)
@@ -164,9 +164,13 @@ class _MemberRendezvous:
                 cause = answer = str(error)
                 if permanent := permanent_error(error, time.monotonic() - failing_since):
                     raise permanent from error
-            if refused_since is not None and me.config.listen_fd is not None and now - refused_since > EXITED_AFTER_S:
-                raise task_exited(me, CHIEF_RANK)
-            state.lost(CHIEF_RANK, cause)
+            if (
+                refused_since is not None
+                and identity.config.listen_fd is not None
+                and now - refused_since > EXITED_AFTER_S
+            ):
+                raise task_exited_error(identity, CHIEF_RANK)
+            state.mark_missing(CHIEF_RANK, cause)
             self._check()
             state.wait_until_over(retry_delay_s(time.monotonic() - absent_since))
 
@@ -182,17 +186,17 @@ class _MemberRendezvous:
                     failure = ""
                     # Blocks for at most twice LINK_UP_S. Then the chief either starts the job or sends a new order.
                     try:
-                        self._links.form(order)
-                    except NotFormedError as error:
+                        self._links.connect(order)
+                    except GenerationNotFormedError as error:
                         failure = str(error)
-                    messages.send(link, messages.LinksReport(order.generation, failure), ATTEMPT_TIMEOUT_S)
+                    messages.send(link, messages.LinkReport(order.generation, failure), ATTEMPT_TIMEOUT_S)
                 case messages.StartOrder():
                     self._state.listener.unregister(messages.MESH)
                     return self._links.membership
                 case messages.Dismissed(reason, cause, task):
                     if cause == DISAGREEMENT:
                         raise DisagreementError(reason)
-                    raise task_exited(self._me, self._me.rank_of(task) or CHIEF_RANK)
+                    raise task_exited_error(self._identity, self._identity.rank_of(task) or CHIEF_RANK)
 
     def _check(self) -> None:
         """Raise an error if the rendezvous has failed or timed out."""

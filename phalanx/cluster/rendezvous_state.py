@@ -16,7 +16,7 @@ class RendezvousState:
     """See the top of the file. All methods may be called from any thread.
 
     Args:
-        me: This task.
+        identity: Identity of this task.
         listener: Its port.
         timeout_s: Seconds to wait for the others.
 
@@ -25,27 +25,27 @@ class RendezvousState:
         changed: Condition that protects everything below; notified when it changes.
         missing: The tasks that this one waits for, with the reason if it is known. The chief waits for all others,
             which wait for the chief.
-        obstacles: Reasons that prevent the start although all tasks are present. Known only to the chief.
+        blocking_reasons: Reasons that prevent the start although all tasks are present. Known only to the chief.
         failure: The error that ends the rendezvous, if any.
         is_over: Whether the job has started, or the rendezvous has ended with an error.
     """
 
-    def __init__(self, me: TaskIdentity, listener: Listener, timeout_s: float):
-        self.me, self.listener, self.timeout_s = me, listener, timeout_s
+    def __init__(self, identity: TaskIdentity, listener: Listener, timeout_s: float):
+        self.identity, self.listener, self.timeout_s = identity, listener, timeout_s
         self.deadline = time.monotonic() + timeout_s
         self.changed = threading.Condition()
-        awaited = me.other_ranks if me.rank == CHIEF_RANK else (CHIEF_RANK,)
+        awaited = identity.other_ranks if identity.rank == CHIEF_RANK else (CHIEF_RANK,)
         self.missing: dict[Rank, str] = dict.fromkeys(awaited, "")
-        self.obstacles: dict[str, str] = {}
+        self.blocking_reasons: dict[str, str] = {}
         self.failure: PhalanxError | None = None
         self.is_over = False
 
-    def arrived(self, rank: Rank) -> None:
+    def mark_present(self, rank: Rank) -> None:
         with self.changed:
             self.missing.pop(rank, None)
             self.changed.notify_all()
 
-    def lost(self, rank: Rank, cause: str) -> None:
+    def mark_missing(self, rank: Rank, cause: str) -> None:
         with self.changed:
             self.missing[rank] = cause
             self.changed.notify_all()

@@ -25,14 +25,14 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
         backend: Keras backend of this task.
         backend_policy: `same` if all tasks must have the same backend, `mixed` if backends may differ.
         seed: Seed of the job; None if none was set.
-        others: Further values that must be equal, by name, for example {"floatx": "float32"}.
+        extra: Further values that must be equal, by name, for example {"floatx": "float32"}.
     """
 
     keras: str = ""
     backend: str = ""
     backend_policy: str = SAME_BACKEND
     seed: int | None = None
-    others: dict[str, str] = {}
+    extra: dict[str, str] = {}
 
 
 class TaskDescription(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,28 +59,30 @@ class TaskDescription(msgspec.Struct, frozen=True, kw_only=True):
     facts: JobFacts
 
     @property
-    def whereabouts(self) -> str:
+    def location(self) -> str:
         return f"{self.task} (pid {self.pid} on {self.host})"
 
     def as_member(self, rank: Rank) -> Member:
         return Member(rank, self.task, self.host, self.address, self.pid, self.incarnation)
 
 
-def describe_difference(variables: Sequence[object], others: Sequence[object], one: str, other: str) -> str | None:
+def describe_difference(
+    variables: Sequence[object], others: Sequence[object], task: str, other_task: str
+) -> str | None:
     """Describe the first difference between two lists of variables in a sentence; None if they are equal.
 
     Args:
         variables, others: Descriptions of variables, in order.
-        one, other: Names of the tasks that have them.
+        task, other_task: Names of the tasks that have them.
     """
     for index, (left, right) in enumerate(zip(variables, others, strict=False)):
         if left != right:
-            return f"variable {index} is {left} on {one} and {right} on {other}."
+            return f"variable {index} is {left} on {task} and {right} on {other_task}."
     if len(variables) == len(others):
         return None
-    longer, which = (variables, one) if len(variables) > len(others) else (others, other)
+    longer, owner = (variables, task) if len(variables) > len(others) else (others, other_task)
     extra = longer[min(len(variables), len(others))]
-    return f"{one} has {len(variables)} variables and {other} has {len(others)}; only {which} has {extra}."
+    return f"{task} has {len(variables)} variables and {other_task} has {len(others)}; only {owner} has {extra}."
 
 
 def cluster_by_task(spec: ClusterSpec) -> dict[str, str]:
@@ -88,17 +90,17 @@ def cluster_by_task(spec: ClusterSpec) -> dict[str, str]:
     return {str(task): str(spec.address(task)) for task in spec.tasks if task.type in COMPARED_TYPES}
 
 
-def describe_disagreement(one: TaskDescription, other: TaskDescription) -> str | None:
+def describe_disagreement(left: TaskDescription, right: TaskDescription) -> str | None:
     """Describe what two tasks disagree about; None if they agree.
 
     The text names both tasks, both values, and the remedy. It does not depend on the order of the arguments, so all
     tasks of the job end with the same message.
     """
-    first, second = sorted((one, other), key=_order)
+    first, second = sorted((left, right), key=_order)
     differences = list(_differences(first, second))
     if not differences:
         return None
-    return f"{first.whereabouts} and {second.whereabouts} cannot train together, because they disagree:\n" + "\n".join(
+    return f"{first.location} and {second.location} cannot train together, because they disagree:\n" + "\n".join(
         f"  - {difference}" for difference in differences
     )
 
@@ -109,34 +111,35 @@ def _order(description: TaskDescription) -> tuple[int, int, str]:
     return position, int(index) if index.isdigit() else 0, description.incarnation
 
 
-def _differences(a: TaskDescription, b: TaskDescription) -> Iterator[str]:
-    def compare(what: str, of_a: object, of_b: object, advice: str) -> Iterator[str]:
-        if of_a != of_b:
-            yield f"{what}: {of_a!r} on {a.task}, {of_b!r} on {b.task}. {advice}"
+def _differences(left: TaskDescription, right: TaskDescription) -> Iterator[str]:
+    def compare(name: str, left_value: object, right_value: object, advice: str) -> Iterator[str]:
+        if left_value != right_value:
+            yield f"{name}: {left_value!r} on {left.task}, {right_value!r} on {right.task}. {advice}"
 
     install, set_variable = (
         "Install the same one everywhere (pip install {}==...).",
         "Set {} to the same value for all tasks.",
     )
-    yield from compare("version of Phalanx", a.phalanx, b.phalanx, install.format("phalanx"))
-    yield from _cluster_differences(a, b)
-    one, other = a.facts, b.facts
+    yield from compare("version of Phalanx", left.phalanx, right.phalanx, install.format("phalanx"))
+    yield from _cluster_differences(left, right)
+    one, other = left.facts, right.facts
     yield from compare("version of Keras", one.keras, other.keras, install.format("keras"))
     policies = one.backend_policy, other.backend_policy
     yield from compare("backend policy", *policies, "Choose one in the program for all tasks.")
     if policies == (SAME_BACKEND, SAME_BACKEND):
         yield from compare("Keras backend", one.backend, other.backend, set_variable.format(KERAS_BACKEND))
     yield from compare("seed", one.seed, other.seed, set_variable.format(SEED))
-    for name in sorted({*one.others, *other.others}):
-        yield from compare(name, one.others.get(name), other.others.get(name), "Make it the same in every task.")
+    for name in sorted({*one.extra, *other.extra}):
+        yield from compare(name, one.extra.get(name), other.extra.get(name), "Make it the same in every task.")
 
 
-def _cluster_differences(a: TaskDescription, b: TaskDescription) -> Iterator[str]:
+def _cluster_differences(left: TaskDescription, right: TaskDescription) -> Iterator[str]:
     absent = "no address (it is not in the cluster)"
-    for task in dict.fromkeys((*a.cluster, *b.cluster)):
-        if a.cluster.get(task) != b.cluster.get(task):
+    for task in dict.fromkeys((*left.cluster, *right.cluster)):
+        left_address, right_address = left.cluster.get(task, absent), right.cluster.get(task, absent)
+        if left_address != right_address:
             yield (
-                f"cluster: {task} is at {a.cluster.get(task, absent)} according to {a.task}, and at "
-                f"{b.cluster.get(task, absent)} according to {b.task}. The cluster in TF_CONFIG must be the same, "
+                f"cluster: {task} is at {left_address} according to {left.task}, and at "
+                f"{right_address} according to {right.task}. The cluster in TF_CONFIG must be the same, "
                 f"character by character, in every task."
             )

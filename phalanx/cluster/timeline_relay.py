@@ -156,8 +156,8 @@ def start_recording(node: Node, path: Path, *, overwrite: bool = False, marks_cy
     if timeline.current.on:
         raise ValueError("The timeline has been started already; stop it first.")
     membership, config = node.membership, node.identity.config
-    me = membership.me
-    if membership.members[0].host == me.host:
+    member = membership.local_member
+    if membership.members[0].host == member.host:
         if membership.rank == 0:
             timeline.create(path, config.job_id, overwrite=overwrite)
         sink: timeline.TimelineSink = timeline.TimelineFileSink(path, config.job_id)
@@ -171,9 +171,13 @@ def start_recording(node: Node, path: Path, *, overwrite: bool = False, marks_cy
             return
         sink, (offset, uncertainty) = writer
     tasks = [str(task) for task in node.identity.tasks]
-    number = tasks.index(me.task) if me.task in tasks else me.rank  # unchanged for a task that rejoins
+    number = tasks.index(member.task) if member.task in tasks else member.rank  # unchanged for a task that rejoins
     recorder = timeline.TimelineSinkRecorder(
-        sink, number, f"{me.task} (rank {me.rank} on {me.host})", offset_ns=round(offset), marks_cycles=marks_cycles
+        sink,
+        number,
+        f"{member.task} (rank {member.rank} on {member.host})",
+        offset_ns=round(offset),
+        marks_cycles=marks_cycles,
     )
     about = {"job": config.job_id, "world_size": membership.world_size, "generation": membership.generation}
     clock = {"clock_offset_ms": offset / 1e6, "uncertain_by_ms": uncertainty / 1e6}
@@ -181,18 +185,17 @@ def start_recording(node: Node, path: Path, *, overwrite: bool = False, marks_cy
     timeline.start(recorder)
 
 
-def start_worker_recording(me: TaskIdentity, path: Path) -> None:
+def start_worker_recording(identity: TaskIdentity, path: Path) -> None:
     """Start recording a worker of a job with parameter servers. Its workers have no links to each other, so the
     timeline contains only those on the host of the first worker."""
-    config = me.config
+    config = identity.config
     if timeline.current.on:
         return
-    if me.rank == 0:
+    if identity.rank == 0:
         timeline.create(path, config.job_id)
     sink = timeline.TimelineFileSink(path, config.job_id)
-    timeline.start(
-        timeline.TimelineSinkRecorder(sink, me.rank, f"{me.task} (worker {me.rank} on {me.description.host})")
-    )
+    name = f"{identity.task} (worker {identity.rank} on {identity.description.host})"
+    timeline.start(timeline.TimelineSinkRecorder(sink, identity.rank, name))
 
 
 def stop_recording() -> None:
@@ -206,7 +209,7 @@ def stop_recording() -> None:
         relay.wait_until_idle(DRAIN_TIMEOUT_S)
 
 
-def _find_writer(chief: Member, me: TaskIdentity) -> tuple[RemoteTimelineSink, tuple[float, float]] | None:
+def _find_writer(chief: Member, identity: TaskIdentity) -> tuple[RemoteTimelineSink, tuple[float, float]] | None:
     """Wait until the chief accepts events; return a sink to it and its `clock_offset`. If the chief does not accept
     them, warn and return None."""
     address = Address.parse(chief.address, where=chief.task)
@@ -214,11 +217,13 @@ def _find_writer(chief: Member, me: TaskIdentity) -> tuple[RemoteTimelineSink, t
     while True:
         try:
             deadline = time.monotonic() + MESSAGE_TIMEOUT_S
-            link, _ = me.dial_address(address, chief.task, TIMELINE, deadline=deadline)
+            link, _ = identity.dial_address(address, chief.task, TIMELINE, deadline=deadline)
             sink = RemoteTimelineSink(link)
             return sink, sink.clock_offset()
         except _LOST as error:
             if time.monotonic() >= until:
-                logger.warning("%s is not in the timeline: %s does not write for it: %s", me.task, chief.task, error)
+                logger.warning(
+                    "%s is not in the timeline: %s does not write for it: %s", identity.task, chief.task, error
+                )
                 return None
             time.sleep(0.05)

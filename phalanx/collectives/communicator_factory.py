@@ -174,7 +174,7 @@ def _algorithm(
         _log.warning(
             "the ranks on %s cannot share memory and use their links instead, which is slower. "
             "The messages above say why.",
-            membership.me.host,
+            membership.local_member.host,
         )
     local: SingleProcessAlgorithm | SharedMemoryAlgorithm | RingAlgorithm
     if len(local_ranks) == 1:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from phalanx.cluster.admission import admit_worker, link_name
+from phalanx.cluster.admission_control import admit_worker, link_name
 from phalanx.cluster.peer_identification import PROBE, ProbeService
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.coordinator.coordinator_messages import (

@@ -13,7 +13,7 @@ from typing import NoReturn
 import msgspec
 
 from phalanx.cluster import membership_messages as messages
-from phalanx.cluster.admission import DISAGREEMENT
+from phalanx.cluster.admission_control import DISAGREEMENT
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.config.environment_variables import ELASTIC_COORDINATOR
 from phalanx.errors import (
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 SEND_S = 5.0
 SIGN_OF_LIFE_S = 0.5
 
-Order = messages.FormGeneration | messages.PastEntry | messages.EntryBegan
+Order = messages.FormGeneration | messages.EntryAlreadyFinished | messages.EntryStarted
 
 _decoder: Decoder[messages.FromCoordinator] = Decoder(messages.FromCoordinator)
 

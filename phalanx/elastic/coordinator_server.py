@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 
 from phalanx.cluster import membership_messages as messages
-from phalanx.cluster.admission import DISAGREEMENT, decode_newcomer
+from phalanx.cluster.admission_control import DISAGREEMENT, decode_newcomer
 from phalanx.elastic.elastic_coordinator import ElasticCoordinator, LossCause
 from phalanx.elastic.launcher_interface import ElasticJob
 from phalanx.elastic.member_table import MembershipLimits

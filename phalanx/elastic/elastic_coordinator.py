@@ -161,7 +161,7 @@ class ElasticCoordinator:
                     process.report = message  # first, so that its sender is not notified of it
                     self._end_generation(now)
                     self._evictions.reported(message, now, is_first=len(self.table.reports) == 1)
-            case messages.EntryBegan() | messages.EntryFinished():
+            case messages.EntryStarted() | messages.EntryFinished():
                 self.entries.record(message)
             case messages.EntryLeft():
                 self.early_exits.entry_left(process, message)
@@ -291,7 +291,7 @@ class ElasticCoordinator:
             return
         members = table.members
         # Processes may join or leave only when all members are before the merge of the same step.
-        if len({report.completed for report in reports}) == 1 and all(report.boundary for report in reports):
+        if len({report.completed for report in reports}) == 1 and all(report.at_step_boundary for report in reports):
             for incarnation in table.surplus:
                 self._dismiss(incarnation, "surplus", WITHDRAWN if table.is_withdrawn(incarnation) else SURPLUS)
             members = table.members + table.candidates(self.entries.joinable)[: table.vacancies]

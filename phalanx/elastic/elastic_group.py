@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from phalanx.cluster import timeline_relay
-from phalanx.cluster.membership_messages import EntryBegan, EntryFinished, EntryLeft, PastEntry
+from phalanx.cluster.membership_messages import EntryAlreadyFinished, EntryFinished, EntryLeft, EntryStarted
 from phalanx.collectives.communicator_factory import connect
 from phalanx.collectives.host.host_communicator import HostCommunicator
 from phalanx.collectives.options import CommunicationOptions
@@ -112,7 +112,7 @@ class ElasticGroup:
         """The sum over all generations; see `Communicator.statistics`."""
         return self._former.plus(self.inner.statistics)
 
-    def join(self, entry: int) -> PastEntry | None:
+    def join(self, entry: int) -> EntryAlreadyFinished | None:
         """As a candidate, wait until this process is a member or the members have finished this entry.
 
         Raises: RendezvousError if the others did not arrive, or the job has failed.
@@ -122,7 +122,7 @@ class ElasticGroup:
             self.node.is_late = True  # it reached its first entry after the job had begun
         return past
 
-    def send_as_chief(self, message: EntryBegan | EntryFinished) -> None:
+    def send_as_chief(self, message: EntryStarted | EntryFinished) -> None:
         """Report an entry to the coordinator, on the chief only."""
         if self.inner.rank == 0:
             self.node.coordinator.send(message)

@@ -62,23 +62,24 @@ class ElasticNode(Node):
         """Whether this process, as the chief, is asked to leave the current generation."""
         return self.coordinator.regroup_requested == self.membership.generation
 
-    def query_entry(self, entry: int) -> messages.EntryBegan | messages.PastEntry:
+    def query_entry(self, entry: int) -> messages.EntryStarted | messages.EntryAlreadyFinished:
         """As a candidate, wait until the members have begun or finished this entry."""
         order = self.coordinator.request(messages.EntryQuery(entry))
-        assert isinstance(order, messages.EntryBegan | messages.PastEntry), (
+        assert isinstance(order, messages.EntryStarted | messages.EntryAlreadyFinished), (
             "only processes that are ready become members"
         )
         return order
 
-    def join(self, entry: int) -> messages.PastEntry | None:
+    def join(self, entry: int) -> messages.EntryAlreadyFinished | None:
         """As a candidate, wait until this process is a member or the members have finished this entry.
 
         Raises:
-            NotFormedError: it became a member, but the generation could not be formed: continue with `regroup`.
+            GenerationNotFormedError: it became a member, but the generation could not be formed: continue with
+                `regroup`.
             RendezvousError: the others did not arrive, or the job has failed.
         """
         order = self.coordinator.request(messages.ReadyToJoin(entry))
-        if isinstance(order, messages.PastEntry):
+        if isinstance(order, messages.EntryAlreadyFinished):
             return order
         assert isinstance(order, messages.FormGeneration)
         self.is_candidate = False
@@ -89,7 +90,7 @@ class ElasticNode(Node):
         """Leave the current generation; return when the next one, with this process, is formed.
 
         Raises:
-            NotFormedError: the next generation could not be formed: report again.
+            GenerationNotFormedError: the next generation could not be formed: report again.
             EvictedError, RendezvousError: this process, or the whole job, cannot continue.
         """
         order = self.coordinator.request(report)
@@ -102,7 +103,7 @@ class ElasticNode(Node):
         self.generation, self.addresses = order.generation, tuple(order.members)
         if order.generation == 1:
             self.initial_world_size = len(order.members)
-        self.links.form(order)
+        self.links.connect(order)
         self.membership = self.links.membership
 
     def close(self, *, flush: bool = True) -> None:
@@ -113,7 +114,7 @@ class ElasticNode(Node):
         # First the notice: without it, the end of a link is a loss.
         self.coordinator.close(last=messages.LeaveNotice() if flush else None)
         if flush:
-            wait_until_delivered([*self.links.all, self.coordinator.link])
+            wait_until_delivered([*self.links.open_links, self.coordinator.link])
         self.coordinator.link.close()
         self.listener.close()  # before the links, so that none is adopted after they are closed
         self.links.close()

@@ -7,7 +7,7 @@ current one until it becomes a member.
 
 from __future__ import annotations
 
-from phalanx.cluster.membership_messages import NOT_KEPT, EntryBegan, EntryFinished, PastEntry
+from phalanx.cluster.membership_messages import NOT_KEPT, EntryAlreadyFinished, EntryFinished, EntryStarted
 from phalanx.elastic.member_table import ElasticProcess
 
 KEPT_BYTES = 2**30
@@ -31,10 +31,10 @@ class EntryLog:
         self._states: dict[int, bytes] = {}  # by entry, the oldest first
         self._state_bytes = 0  # total size
 
-    def record(self, message: EntryBegan | EntryFinished) -> None:
+    def record(self, message: EntryStarted | EntryFinished) -> None:
         """Record that the chief has begun or finished an entry. A new chief may repeat messages of the previous one."""
         entry = message.entry
-        if isinstance(message, EntryBegan):
+        if isinstance(message, EntryStarted):
             self.current = max(self.current, entry)
             self._notes[entry] = message.note
             return
@@ -55,7 +55,7 @@ class EntryLog:
         """The entry that has begun but that the chief has not finished; None if there is none."""
         return self.current if self.current in self._notes and self.current not in self._results else None
 
-    def answer(self, candidate: ElasticProcess, members: int) -> PastEntry | EntryBegan | None:
+    def answer(self, candidate: ElasticProcess, members: int) -> EntryAlreadyFinished | EntryStarted | None:
         """Return the answer to a candidate about the entry that it has reached, if there is one now. Each answer is
         returned once.
 
@@ -69,10 +69,10 @@ class EntryLog:
         if entry in self._results:
             candidate.queried_entry = candidate.ready_entry = None
             candidate.finished_entries = entry + 1
-            return PastEntry(entry, self._results[entry], self._states.get(entry, b""))
+            return EntryAlreadyFinished(entry, self._results[entry], self._states.get(entry, b""))
         if candidate.queried_entry is not None and entry in self._notes:
             candidate.queried_entry = None
-            return EntryBegan(entry, self._notes[entry], members)
+            return EntryStarted(entry, self._notes[entry], members)
         return None
 
     def _keep_state(self, entry: int, state: bytes) -> None:

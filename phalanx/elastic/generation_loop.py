@@ -14,8 +14,8 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
 
-from phalanx.cluster.member_links import NotFormedError
-from phalanx.cluster.membership_messages import LossReport, PastEntry
+from phalanx.cluster.member_links import GenerationNotFormedError
+from phalanx.cluster.membership_messages import EntryAlreadyFinished, LossReport
 from phalanx.elastic.elastic_node import ElasticNode
 from phalanx.errors import CollectiveTimeoutError, LinkClosedError, PeerLostError
 from phalanx.monitoring import timeline
@@ -54,7 +54,7 @@ class Participant(Protocol):
         ...
 
 
-def join_generation(node: ElasticNode, participant: Participant, entry: int) -> PastEntry | None:
+def join_generation(node: ElasticNode, participant: Participant, entry: int) -> EntryAlreadyFinished | None:
     """As a candidate, wait until this process takes part in a generation or the members have finished the entry.
 
     Raises: RendezvousError if the others did not arrive, or the job has failed.
@@ -63,7 +63,7 @@ def join_generation(node: ElasticNode, participant: Participant, entry: int) -> 
         if (past := node.join(entry)) is not None:
             return past
         participant.start()
-    except (NotFormedError, *LOSSES) as error:
+    except (GenerationNotFormedError, *LOSSES) as error:
         _follow(node, participant, error)
     return None
 
@@ -89,15 +89,15 @@ def _follow(node: ElasticNode, participant: Participant, error: Exception) -> No
         report = LossReport(
             node.generation,  # the last one ordered, formed or not: the coordinator waits for its reports
             *participant.position(),
-            late=str(error) if isinstance(error, CollectiveTimeoutError) else "",
-            missing=node.links.take_unreachable(),
-            linked=not isinstance(error, NotFormedError),
+            timeout_text=str(error) if isinstance(error, CollectiveTimeoutError) else "",
+            unreachable=node.links.pop_unreachable(),
+            links_formed=not isinstance(error, GenerationNotFormedError),
         )
         try:
             node.regroup(report)
             participant.start()
             return
-        except (NotFormedError, *LOSSES) as next_error:
+        except (GenerationNotFormedError, *LOSSES) as next_error:
             error = next_error
 
 

@@ -1,6 +1,6 @@
 """Decides which members to evict when live members cannot reach each other.
 
-A member that leaves its generation reports which members did not answer (`LossReport.missing`). A dead or stopped
+A member that leaves its generation reports which members did not answer (`LossReport.unreachable`). A dead or stopped
 member never reports, and the coordinator evicts it. If both members of a pair report, the network between them is at
 fault, and forming the same generation again would fail again. Therefore:
 
@@ -55,7 +55,7 @@ class ConnectionFailures:
         pairs = {
             frozenset((one, other))
             for one, report in reports.items()
-            for other in report.missing
+            for other in report.unreachable
             if other in reports and other != one  # a pair with a lost member is not broken
         }
         self._complaints.update(pairs)
@@ -110,4 +110,4 @@ def choose_evictions(members: Sequence[str], severed: Collection[Pair], needing_
 def _has_timed_out(reports: Mapping[str, LossReport], one: str, pair: Pair) -> bool:
     """Whether one member of a pair has waited for the other for the whole timeout."""
     (other,) = pair - {one}
-    return bool(reports[one].late) and other in reports[one].missing
+    return bool(reports[one].timeout_text) and other in reports[one].unreachable

@@ -57,8 +57,8 @@ class EvictionPolicy:
         if is_first:  # discard the deadline of an earlier generation
             self._overdue_at = math.inf
         # If the links were never established, the others have waited for them since the generation was formed.
-        waiting_since = now if report.linked else self._formed_at
-        grace_s = STUCK_GRACE_S if report.late else self._timeout_s
+        waiting_since = now if report.links_formed else self._formed_at
+        grace_s = STUCK_GRACE_S if report.timeout_text else self._timeout_s
         self._overdue_at = min(self._overdue_at, waiting_since + self._timeout_s, now + grace_s)
 
     def is_overdue(self, now: float) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from phalanx.arrays import allocation
 from phalanx.cluster import Node, timeline_relay
-from phalanx.cluster.member_links import MemberLinks, NotFormedError
+from phalanx.cluster.member_links import GenerationNotFormedError, MemberLinks
 from phalanx.cluster.membership import Membership, Rank
 from phalanx.cluster.membership_messages import FormGeneration, MemberAddress
 from phalanx.cluster.node import FixedNode
@@ -100,7 +100,7 @@ class HorovodJob:
         error = self.loss or PhalanxError("the members of the job change")
         self.abandon(error)
         # Between two operations, programs may be far apart: a member that did not answer may still be reachable.
-        node.links.take_unreachable()
+        node.links.pop_unreachable()
         form_next_generation(node, self, error)
 
     def position(self) -> Position:
@@ -178,16 +178,16 @@ class HorovodJob:
             # After this barrier, all members accept links for the purpose, so none dials too early.
             self._barrier_with_detail(f"add_process_set.{number}", str(list(ranks)))
             if links is not None:
-                links.dial(order)
+                links.connect_to_lower_ranks(order)
             # All have dialed before any completes: this detects a lost member.
             self._barrier_with_detail(f"link_process_set.{number}", "")
             if links is not None:
-                links.complete(order)
+                links.accept_from_higher_ranks(order)
                 self._memberships[number] = links.membership
                 self.controllers[number] = self._make_controller(
                     links.membership, f"collectives of process set {number}"
                 )
-        except (NotFormedError, LinkTimeoutError, *LOSSES) as error:
+        except (GenerationNotFormedError, LinkTimeoutError, *LOSSES) as error:
             self._loss = error
             raise HorovodInternalError.of(error) from error
         finally:
@@ -282,7 +282,7 @@ def join_job() -> HorovodJob:
             process_exit.install()
             allocation.keep_freed_memory()
             environment, config = HorovodEnvironment.from_environment(), JobConfig.from_environment()
-            node = join_node(resolve(), JobFacts(others={"interface": "horovod"}), config)
+            node = join_node(resolve(), JobFacts(extra={"interface": "horovod"}), config)
             try:
                 _job = HorovodJob(node, environment)
             except BaseException as error:

@@ -142,9 +142,9 @@ def join_job(
         process_exit.at_exit(leave_job)
     elif resolver.cluster_spec() != _job.resolver.cluster_spec():
         raise ConfigurationError(
-            f"This process is already {_job.membership.me.task} of the cluster {_job.resolver.cluster_spec()}, but a "
-            f"new strategy needs {resolver.cluster_spec()}. A process belongs to one cluster; leave the first one "
-            f"with `phalanx.leave_job()`."
+            f"This process is already {_job.membership.local_member.task} of the cluster "
+            f"{_job.resolver.cluster_spec()}, but a new strategy needs {resolver.cluster_spec()}. A process belongs to "
+            f"one cluster; leave the first one with `phalanx.leave_job()`."
         )
     elif options != _job.options:
         raise ConfigurationError(
@@ -187,7 +187,7 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions, devices: Seq
         keras=keras.__version__,
         backend=keras.backend.backend(),
         seed=config.seed,
-        others={
+        extra={
             "floatx": keras.config.floatx(),
             "micro-batches": str(options.micro_batches) if options.deterministic else "",
         },

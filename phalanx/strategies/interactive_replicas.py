@@ -21,7 +21,7 @@ from typing import Any, cast
 import keras
 import msgspec
 
-from phalanx.cluster.admission import admit_worker
+from phalanx.cluster.admission_control import admit_worker
 from phalanx.cluster.membership import Rank
 from phalanx.collectives.communicator import Communicator
 from phalanx.config.environment import temporary_variables

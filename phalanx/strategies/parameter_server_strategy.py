@@ -362,7 +362,7 @@ def identify_task(resolver: ClusterResolver) -> TaskIdentity:
         keras=keras.__version__,
         backend=keras.backend.backend(),
         backend_policy=MIXED_BACKENDS,
-        others={"floatx": keras.config.floatx()},
+        extra={"floatx": keras.config.floatx()},
     )
     return TaskIdentity(spec, task, facts, JobConfig.from_environment())
 

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from phalanx.cluster.membership import Member, Membership
-from phalanx.cluster.membership_messages import NOT_KEPT, EntryBegan, EntryFinished, PastEntry
+from phalanx.cluster.membership_messages import NOT_KEPT, EntryAlreadyFinished, EntryFinished, EntryStarted
 from phalanx.collectives import connect
 from phalanx.collectives.communicator import Array, Communicator, ReduceOp
 from phalanx.collectives.cross_device_ops import CrossDeviceOps
@@ -41,7 +41,7 @@ class EntryOverError(Exception):
         result, state: Result and state of the entry, encoded by the members; see `Entry`.
     """
 
-    def __init__(self, past: PastEntry):
+    def __init__(self, past: EntryAlreadyFinished):
         super().__init__()
         self.result, self.state = _checked(past.result), past.state
 
@@ -93,7 +93,7 @@ class Entry:
         Raises: EntryOverError if they have finished it.
         """
         answer = elastic.node.query_entry(self.number)
-        if isinstance(answer, PastEntry):
+        if isinstance(answer, EntryAlreadyFinished):
             raise EntryOverError(answer)
         self.seed, self.findings = int.from_bytes(answer.note[:SEED_BYTES]), answer.note[SEED_BYTES:]
         self.members = answer.members
@@ -276,7 +276,7 @@ class Replica:
         """As the chief, perhaps a new one, publish the current entry for processes that join later."""
         elastic, entry = self.elastic, self._entry
         if elastic is not None and entry is not None:
-            elastic.send_as_chief(EntryBegan(entry.number, entry.note))
+            elastic.send_as_chief(EntryStarted(entry.number, entry.note))
 
     def join_entry(self) -> None:
         """As a candidate, wait to be admitted to the current entry.

@@ -39,7 +39,7 @@ def test_equal_tasks_agree() -> None:
         ({"phalanx": "0.2"}, "version of Phalanx: '0.1' on worker/0, '0.2' on worker/1."),
         ({"backend": "torch"}, "Keras backend: 'jax' on worker/0, 'torch' on worker/1."),
         ({"backend_policy": "mixed"}, "backend policy: 'same' on worker/0, 'mixed' on worker/1."),
-        ({"others": {"floatx": "float16"}}, "floatx: None on worker/0, 'float16' on worker/1."),
+        ({"extra": {"floatx": "float16"}}, "floatx: None on worker/0, 'float16' on worker/1."),
         (
             {"cluster": {"worker/0": "a:1", "worker/1": "c:1"}},
             "cluster: worker/1 is at b:1 according to worker/0, and at c:1 according to worker/1.",

@@ -53,7 +53,7 @@ def text_of(report: DoctorReport) -> str:
 def test_two_doctors_measure_the_line_between_them(ports: Ports) -> None:
     for index, report in enumerate(examine_all([ports.workers(2)] * 2)):
         assert report.problems == []
-        assert report.healthy
+        assert report.is_healthy
         assert (report.rank, report.world_size) == (index, 2)
         own, other = report.tasks[index], report.tasks[1 - index]
         assert own.state.startswith("this task")
@@ -87,7 +87,7 @@ def test_tasks_with_different_clusters_are_a_problem_on_both(ports: Ports) -> No
 def test_a_running_job_answers_and_is_not_disturbed(ports: Ports, meeting: Meeting) -> None:
     spec = ports.workers(2)
     for index in range(2):
-        meeting.start(spec, Task("worker", index), facts=JobFacts(**versions(), seed=7, others={"floatx": "float32"}))
+        meeting.start(spec, Task("worker", index), facts=JobFacts(**versions(), seed=7, extra={"floatx": "float32"}))
     meeting.nodes()
     (report,) = examine_all([spec], wait_s=3)
     assert report.problems == []

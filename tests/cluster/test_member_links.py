@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.cluster import member_links
-from phalanx.cluster.member_links import MemberLinks, NotFormedError
+from phalanx.cluster.member_links import GenerationNotFormedError, MemberLinks
 from phalanx.cluster.membership import Member
 from phalanx.cluster.membership_messages import MESH, FormGeneration, MemberAddress
 from phalanx.errors import LinkClosedError
@@ -54,14 +54,14 @@ def test_a_link_of_a_generation_that_was_given_up_serves_in_the_next(monkeypatch
     chief, killed, last = (Process(index, alive) for index in range(3))
     del alive[killed.member.task]
     first = FormGeneration(1, [process.address() for process in (chief, killed, last)])
-    with pytest.raises(NotFormedError, match="worker/1 cannot be reached"):
-        last.links.form(first)  # has dialled the chief by then
+    with pytest.raises(GenerationNotFormedError, match="worker/1 cannot be reached"):
+        last.links.connect(first)  # has dialled the chief by then
     chief.links.generation_ended(1)
-    with pytest.raises(NotFormedError, match="another member"):
-        chief.links.form(first)  # has waited for the killed member, and not looked at the link of the last one
+    with pytest.raises(GenerationNotFormedError, match="another member"):
+        chief.links.connect(first)  # has waited for the killed member, and not looked at the link of the last one
     second = FormGeneration(2, [process.address(completed=0) for process in (chief, last)])
-    last.links.form(second)
-    chief.links.form(second)
+    last.links.connect(second)
+    chief.links.connect(second)
     chief.links.membership.links[1].send(b"to rank 1", deadline=time.monotonic() + 5)
     assert last.links.membership.links[0].receive(deadline=time.monotonic() + 5)[0] == b"to rank 1"
     for process in (chief, last):
@@ -74,8 +74,8 @@ def test_the_end_of_an_earlier_generation_that_is_heard_late_hides_no_later_one(
     chief, other = Process(0, alive), Process(1, alive)
     chief.links.generation_ended(2)
     chief.links.generation_ended(1)
-    with pytest.raises(NotFormedError, match="another member of the generation was lost"):
-        chief.links.form(FormGeneration(2, [chief.address(), other.address()]))
+    with pytest.raises(GenerationNotFormedError, match="another member of the generation was lost"):
+        chief.links.connect(FormGeneration(2, [chief.address(), other.address()]))
 
 
 def test_a_link_of_a_process_that_was_lost_before_it_became_a_member_is_closed() -> None:
@@ -89,5 +89,5 @@ def test_a_link_of_a_process_that_was_lost_before_it_became_a_member_is_closed()
         links.adopt(Hello(purpose=MESH, task="worker/1", peer="worker/0", incarnation=incarnation, details=b"1"), link)
         other.close()
         lost.append(link)
-    links.form(FormGeneration(2, [MemberAddress.of(own)]))
+    links.connect(FormGeneration(2, [MemberAddress.of(own)]))
     assert all(link.closed for link in lost)

@@ -29,7 +29,7 @@ from phalanx.cluster import (
     rendezvous,
     task_identity,
 )
-from phalanx.cluster.admission import DUPLICATE, LEAVING, RUNNING
+from phalanx.cluster.admission_control import DUPLICATE, LEAVING, RUNNING
 from phalanx.cluster.chief_rendezvous import ChiefRendezvous
 from phalanx.cluster.membership_messages import MESH, RENDEZVOUS
 from phalanx.cluster.rendezvous import permanent_error
@@ -74,7 +74,7 @@ def test_tasks_that_start_in_any_order_become_ranks_with_links_between_all(
         assert node.membership.rank == node.task.index
         assert [member.task for member in node.membership.members] == ["worker/0", "worker/1", "worker/2"]
         assert node.membership.members == nodes[0].membership.members
-        assert node.membership.me.address == spec.task_address("worker", node.task.index)
+        assert node.membership.local_member.address == spec.task_address("worker", node.task.index)
         assert sorted(node.membership.links) == [rank for rank in range(3) if rank != node.membership.rank]
         for rank, link in node.membership.links.items():
             assert link.peer == f"worker/{rank}"
@@ -201,14 +201,14 @@ def test_a_single_worker_needs_no_port(ports: Ports) -> None:
     spec = ports.workers(1)
     with join(spec, Task("worker", 0), config=JobConfig()) as node:
         assert (node.membership.rank, node.membership.world_size, node.listener) == (0, 1, None)
-        assert node.membership.me.task == "worker/0"
+        assert node.membership.local_member.task == "worker/0"
 
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_an_evaluator_waits_for_nobody(inside: bool, ports: Ports) -> None:
     cluster = {"worker": [ports.new(), ports.new()]} | ({"evaluator": [ports.new()]} if inside else {})
     with join(ClusterSpec(cluster), Task("evaluator", 0), config=JobConfig()) as node:
-        assert (node.membership.world_size, node.membership.me.task) == (1, "evaluator/0")
+        assert (node.membership.world_size, node.membership.local_member.task) == (1, "evaluator/0")
 
 
 def test_a_parameter_server_is_told_what_it_needs(ports: Ports) -> None:
@@ -225,7 +225,7 @@ def test_a_cluster_without_a_task_is_refused(ports: Ports) -> None:
 def test_the_environment_is_what_join_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_HOST_ID", "pretended")
     with join(TFConfigClusterResolver(environ={})) as node:
-        assert node.membership.me.host == "pretended"
+        assert node.membership.local_member.host == "pretended"
 
 
 # -------------------------------------------------------------------------------- it fails

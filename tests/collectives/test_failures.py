@@ -588,7 +588,7 @@ def test_where_memory_cannot_be_shared_the_next_way_is_taken(methods: tuple[str,
 
 def test_hosts_that_differ_in_what_they_can_share_stay_in_step() -> None:
     def function(membership: Membership) -> int:
-        methods = ("memfd", "tmp") if membership.me.host == "a" else ("/no/such/directory", "/nor/this")
+        methods = ("memfd", "tmp") if membership.local_member.host == "a" else ("/no/such/directory", "/nor/this")
         with connect(membership, segment_methods=methods) as communicator:
             return int(communicator.all_reduce([ones(50_000)])[0][0])
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cluster.membership_messages import (
-    EntryBegan,
     EntryFinished,
     EntryLeft,
     EntryQuery,
+    EntryStarted,
     FormGeneration,
     LeaveNotice,
     LossReport,
@@ -89,8 +89,8 @@ class Job:
                 "query": EntryQuery(entry),
                 "ready": ReadyToJoin(entry),
                 "report": LossReport(generation, 5, True),
-                "late": LossReport(generation, 5, False, late="late", missing=[f"0.{self.lives[0]}"]),
-                "begin": EntryBegan(entry),
+                "late": LossReport(generation, 5, False, timeout_text="late", unreachable=[f"0.{self.lives[0]}"]),
+                "begin": EntryStarted(entry),
                 "finish": EntryFinished(entry, b"result"),
                 "left": EntryLeft(entry, is_finished=True),
                 "failed": EntryLeft(entry, is_finished=False),

@@ -22,7 +22,7 @@ import pytest
 
 from phalanx.cluster import membership_messages
 from phalanx.cluster.membership import Member, Membership
-from phalanx.cluster.membership_messages import COORDINATOR, LAUNCHER, EntryBegan, EntryFinished, PastEntry
+from phalanx.cluster.membership_messages import COORDINATOR, LAUNCHER, EntryAlreadyFinished, EntryFinished, EntryStarted
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.cluster.task_comparison import JobFacts
 from phalanx.cluster.task_identity import TaskIdentity
@@ -509,12 +509,12 @@ def test_a_large_result_is_kept_for_one_that_comes_later():
         try:
             with node(0, first) as chief:
                 assert chief.join(0) is None
-                chief.coordinator.send(EntryBegan(0))
+                chief.coordinator.send(EntryStarted(0))
                 chief.coordinator.send(EntryFinished(0, result))
                 wait_until(lambda: server.coordinator.entries.current == 1)
                 with node(1, second) as late:
                     assert late.is_late
-                    assert late.query_entry(0) == PastEntry(0, result)
+                    assert late.query_entry(0) == EntryAlreadyFinished(0, result)
         finally:
             server.close()
 

@@ -9,16 +9,16 @@ import pytest
 from phalanx.cluster.membership_messages import (
     NOT_KEPT,
     Dismissed,
-    EntryBegan,
+    EntryAlreadyFinished,
     EntryFinished,
     EntryLeft,
     EntryQuery,
+    EntryStarted,
     FormGeneration,
     GenerationEnded,
     Heartbeat,
     LeaveNotice,
     LossReport,
-    PastEntry,
     ReadyToJoin,
     RegroupRequest,
     pack,
@@ -99,9 +99,9 @@ class Job:
     def send(self, name: str, message: object) -> None:
         self.coordinator.receive(name, message, self.now)  # type: ignore[arg-type]
 
-    def report(self, *names: str, completed: int = 5, boundary: bool = True, **more: object) -> None:
+    def report(self, *names: str, completed: int = 5, at_step_boundary: bool = True, **more: object) -> None:
         for name in names:
-            self.send(name, LossReport(self.coordinator.generation, completed, boundary, **more))  # type: ignore[arg-type]
+            self.send(name, LossReport(self.coordinator.generation, completed, at_step_boundary, **more))  # type: ignore[arg-type]
 
     def finish_program(self, *names: str) -> None:
         """These have done their part of the running entry, and end."""
@@ -120,7 +120,7 @@ class Job:
 
     def running(self) -> Job:
         self.arrive("a1", "b1", "c1")
-        self.send("a1", EntryBegan(0))
+        self.send("a1", EntryStarted(0))
         self.sent.clear()
         return self
 
@@ -209,7 +209,7 @@ def test_too_few_that_have_to_finish_something_take_no_step_more():
     """The chief hears that it has to wait before it hears of the generation in which it finishes it."""
     job = Job(minimum=3).running()
     job.lose("b1")
-    job.report("a1", "c1", boundary=False)
+    job.report("a1", "c1", at_step_boundary=False)
     assert [type(what) for who, what in job.sent if who == "a1"][-2:] == [RegroupRequest, FormGeneration]
     job.report("a1", "c1", completed=7)
     assert "2 workers remain, and 3 are needed: waiting for others" in job.notes
@@ -233,20 +233,20 @@ def test_a_candidate_is_told_what_is_over_and_what_has_begun():
     job.report("a1", "c1")
     job.arrive("b2", ready=None)
     job.send("b2", EntryQuery(0))
-    assert job.sent_to("b2", EntryBegan) == [EntryBegan(0, b"", 2)]
+    assert job.sent_to("b2", EntryStarted) == [EntryStarted(0, b"", 2)]
     job.send("b2", ReadyToJoin(0))
     job.send("a1", EntryFinished(0, b"result"))
-    assert job.sent_to("b2", PastEntry) == [PastEntry(0, b"result")]
+    assert job.sent_to("b2", EntryAlreadyFinished) == [EntryAlreadyFinished(0, b"result")]
     job.send("b2", EntryQuery(1))
-    assert len(job.sent_to("b2", EntryBegan)) == 1
-    job.send("a1", EntryBegan(1, b"note"))
-    assert job.sent_to("b2", EntryBegan)[1] == EntryBegan(1, b"note", 2)
+    assert len(job.sent_to("b2", EntryStarted)) == 1
+    job.send("a1", EntryStarted(1, b"note"))
+    assert job.sent_to("b2", EntryStarted)[1] == EntryStarted(1, b"note", 2)
 
 
 def test_below_the_minimum_they_wait_for_others_before_the_next_step():
     job = Job(minimum=2, maximum=2, expected=2)
     job.arrive("a1", "b1")
-    job.send("a1", EntryBegan(0))
+    job.send("a1", EntryStarted(0))
     job.lose("b1")
     job.report("a1")
     assert job.coordinator.generation == 1
@@ -341,7 +341,7 @@ def test_one_that_leaves_between_two_entries_has_finished():
     for name in ("a1", "b1", "c1"):
         job.send(name, EntryLeft(0, True))
     job.send("b1", LeaveNotice())
-    job.send("a1", EntryBegan(1))
+    job.send("a1", EntryStarted(1))
     assert not job.coordinator.early_exits.has_left_early("worker/1")
     assert job.training == [True, False, True]
 
@@ -350,7 +350,7 @@ def test_one_that_ends_before_it_arrives_leaves_early_if_others_train():
     job = Job(expected=2)
     assert not job.coordinator.early_exits.has_left_early("worker/2")  # a program without a strategy
     job.arrive("a1", "b1")
-    job.send("a1", EntryBegan(0))
+    job.send("a1", EntryStarted(0))
     assert job.coordinator.early_exits.has_left_early("worker/2")
     job.arrive("c1", ready=None)
     assert job.coordinator.early_exits.has_left_early("worker/2")  # its link is still open
@@ -418,8 +418,8 @@ def test_a_member_that_does_not_report_is_evicted_after_the_timeout():
 
 def test_one_for_which_the_others_have_waited_already_is_evicted_soon():
     job = Job().running()
-    job.report("a1", late="worker/2 did not come")
-    job.report("b1", late="worker/2 did not come")
+    job.report("a1", timeout_text="worker/2 did not come")
+    job.report("b1", timeout_text="worker/2 did not come")
     job.coordinator.tick(STUCK_GRACE_S / 2)
     assert job.evicted == []
     job.coordinator.tick(STUCK_GRACE_S * 1.1)
@@ -504,7 +504,7 @@ def test_a_member_whose_host_is_taken_back_leaves_before_a_next_step():
 def test_one_that_has_the_state_stays_until_another_one_has_it():
     job = Job(maximum=2, expected=2)
     job.arrive("a1", "b1")
-    job.send("a1", EntryBegan(0))
+    job.send("a1", EntryStarted(0))
     job.coordinator.withdraw("worker/0", 1.0)
     job.coordinator.withdraw("worker/1", 1.0)
     job.report("a1", "b1")
@@ -574,21 +574,21 @@ def test_members_that_may_not_hear_of_a_loss_are_told_that_the_generation_is_ove
 
 def test_two_that_have_waited_for_each_other_part_at_once():
     job = Job().running()
-    job.report("a1", late="b1 did not come", missing=["b1"])
-    job.report("b1", late="a1 did not come", missing=["a1"])
-    job.report("c1", late="a1 gave up")
+    job.report("a1", timeout_text="b1 did not come", unreachable=["b1"])
+    job.report("b1", timeout_text="a1 did not come", unreachable=["a1"])
+    job.report("c1", timeout_text="a1 gave up")
     assert job.evicted == ["worker/1"]
     assert job.coordinator.table.members == ["a1", "c1"]
 
 
 def test_a_pair_of_which_one_complains_gets_a_new_link_and_parts_if_that_is_in_vain():
     job = Job().running()
-    job.report("a1", missing=["c1"])
+    job.report("a1", unreachable=["c1"])
     job.report("b1", "c1")
     assert job.evicted == []
     assert job.sent_to("b1", FormGeneration)[-1].broken == [("a1", "c1")]
-    job.report("a1", "b1", linked=False)
-    job.report("c1", missing=["a1"], linked=False)
+    job.report("a1", "b1", links_formed=False)
+    job.report("c1", unreachable=["a1"], links_formed=False)
     assert job.evicted == ["worker/2"]
     assert job.coordinator.table.members == ["a1", "b1"]
 
@@ -596,7 +596,7 @@ def test_a_pair_of_which_one_complains_gets_a_new_link_and_parts_if_that_is_in_v
 def test_a_complaint_is_forgotten_when_a_collective_has_succeeded():
     job = Job().running()
     for completed in range(5, 10):
-        job.report("a1", missing=["c1"], completed=completed)
+        job.report("a1", unreachable=["c1"], completed=completed)
         job.report("b1", "c1", completed=completed)
     assert job.evicted == []
     assert job.coordinator.table.members == ["a1", "b1", "c1"]
@@ -609,18 +609,18 @@ def test_one_that_has_no_state_goes_before_one_that_has():
     job.arrive("a2", "b2")
     job.report("c1")
     assert job.coordinator.table.members == ["c1", "a2", "b2"]
-    job.report("c1", late="they did not come", missing=["a2", "b2"])
-    job.report("a2", "b2", late="c1 did not come", missing=["c1"], needs_state=True)
+    job.report("c1", timeout_text="they did not come", unreachable=["a2", "b2"])
+    job.report("a2", "b2", timeout_text="c1 did not come", unreachable=["c1"], needs_state=True)
     assert job.coordinator.table.members == ["c1"]
 
 
 def test_when_the_links_never_stood_the_others_have_waited_since_it_was_formed():
     job = Job().running()
     job.now = 5.0
-    job.report("a1", linked=False)
+    job.report("a1", links_formed=False)
     job.coordinator.tick(29.0)
     assert job.evicted == []
-    job.report("b1", linked=False)
+    job.report("b1", links_formed=False)
     job.coordinator.tick(30.5)
     assert job.evicted == ["worker/2"]
 
@@ -682,7 +682,10 @@ def test_results_are_kept_as_long_as_there_is_room(monkeypatch):
     job.arrive("d1", ready=None)
     job.send("d1", EntryQuery(0))
     job.send("d1", EntryQuery(1))
-    assert job.sent_to("d1", PastEntry) == [PastEntry(0, b"12345678"), PastEntry(1, NOT_KEPT)]
+    assert job.sent_to("d1", EntryAlreadyFinished) == [
+        EntryAlreadyFinished(0, b"12345678"),
+        EntryAlreadyFinished(1, NOT_KEPT),
+    ]
 
 
 def test_of_states_the_newest_are_kept(monkeypatch):
@@ -693,17 +696,17 @@ def test_of_states_the_newest_are_kept(monkeypatch):
     job.arrive("d1", ready=None)
     for entry in range(3):
         job.send("d1", EntryQuery(entry))
-    assert [past.state for past in job.sent_to("d1", PastEntry)] == [b"", b"1234", b"1234"]
-    assert {past.result for past in job.sent_to("d1", PastEntry)} == {b"result"}
+    assert [past.state for past in job.sent_to("d1", EntryAlreadyFinished)] == [b"", b"1234", b"1234"]
+    assert {past.result for past in job.sent_to("d1", EntryAlreadyFinished)} == {b"result"}
 
 
 @pytest.mark.parametrize(
     "message",
     [
         EntryFinished(3, b"x" * 2**21, b"y" * 2**21),
-        PastEntry(3, b""),
-        PastEntry(3, b"x" * 2**21),
-        EntryBegan(2, b"note"),
+        EntryAlreadyFinished(3, b""),
+        EntryAlreadyFinished(3, b"x" * 2**21),
+        EntryStarted(2, b"note"),
     ],
 )
 def test_a_result_travels_behind_the_header(message):
@@ -757,7 +760,7 @@ def test_members_on_their_way_out_leave_room_for_others():
     """At the maximum of one, whose host is withdrawn: another one joins first, then it leaves."""
     job = Job(maximum=1, expected=1)
     job.arrive("a1")
-    job.send("a1", EntryBegan(0))
+    job.send("a1", EntryStarted(0))
     job.coordinator.withdraw("worker/0", 0.0)
     job.arrive("b1")
     assert job.sent_to("a1", RegroupRequest)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.cluster.member_links import NotFormedError
+from phalanx.cluster.member_links import GenerationNotFormedError
 from phalanx.cluster.membership import Member, Membership
-from phalanx.cluster.membership_messages import LossReport, PastEntry
+from phalanx.cluster.membership_messages import EntryAlreadyFinished, LossReport
 from phalanx.elastic.generation_loop import (
     Position,
     form_next_generation,
@@ -23,18 +23,18 @@ from phalanx.errors import CollectiveTimeoutError, LinkClosedError, MembershipCh
 class Node:
     """Forms generations; `failures` are raised one after the other instead."""
 
-    def __init__(self, *failures: Exception, past: PastEntry | None = None):
+    def __init__(self, *failures: Exception, past: EntryAlreadyFinished | None = None):
         self.task = "worker/0"
         self.generation = 1
         self.reports: list[LossReport] = []
-        self.links = SimpleNamespace(take_unreachable=lambda: ["b1"] if len(self.reports) == 1 else [])
+        self.links = SimpleNamespace(pop_unreachable=lambda: ["b1"] if len(self.reports) == 1 else [])
         self._failures, self._past = list(failures), past
 
     @property
     def membership(self) -> Membership:
         return Membership(self.generation, 0, (Member(0, self.task, "host", "", 1),))
 
-    def join(self, entry: int) -> PastEntry | None:
+    def join(self, entry: int) -> EntryAlreadyFinished | None:
         if self._past is None and self._failures:
             raise self._failures.pop(0)
         return self._past
@@ -67,16 +67,20 @@ class Work:
 
 
 def test_reports_until_a_generation_stands() -> None:
-    node: Any = Node(NotFormedError("worker/1 cannot be reached"))
+    node: Any = Node(GenerationNotFormedError("worker/1 cannot be reached"))
     work = Work(CollectiveTimeoutError("worker/1 did not come"))
     form_next_generation(node, work, LinkClosedError("closed"))
-    assert [(r.generation, r.linked, r.late, r.missing) for r in node.reports] == [
+    assert [(r.generation, r.links_formed, r.timeout_text, r.unreachable) for r in node.reports] == [
         (1, True, "", []),
         (2, False, "", ["b1"]),
         (3, True, "worker/1 did not come", []),
     ]
-    assert [type(error) for error in work.abandoned] == [LinkClosedError, NotFormedError, CollectiveTimeoutError]
-    assert {(r.completed, r.boundary, r.needs_state) for r in node.reports} == {(7, True, False)}
+    assert [type(error) for error in work.abandoned] == [
+        LinkClosedError,
+        GenerationNotFormedError,
+        CollectiveTimeoutError,
+    ]
+    assert {(r.completed, r.at_step_boundary, r.needs_state) for r in node.reports} == {(7, True, False)}
     assert work.started == 2
 
 
@@ -87,17 +91,17 @@ def test_other_errors_end_the_loop() -> None:
 
 
 def test_a_candidate_whose_first_generation_fails_reports() -> None:
-    node: Any = Node(NotFormedError("another member was lost"))
+    node: Any = Node(GenerationNotFormedError("another member was lost"))
     work = Work()
     assert join_generation(node, work, 0) is None
-    assert [report.linked for report in node.reports] == [False]
+    assert [report.links_formed for report in node.reports] == [False]
     assert work.started == 1
 
 
 def test_a_candidate_that_is_too_late_receives_the_result() -> None:
-    node: Any = Node(past=PastEntry(3, b"result"))
+    node: Any = Node(past=EntryAlreadyFinished(3, b"result"))
     work = Work()
-    assert join_generation(node, work, 3) == PastEntry(3, b"result")
+    assert join_generation(node, work, 3) == EntryAlreadyFinished(3, b"result")
     assert not work.started
 
 

@@ -12,7 +12,7 @@ from phalanx.elastic.network_partitions import PATIENCE, ConnectionFailures, cho
 
 
 def report(*missing: str, late: bool = False, completed: int = 5) -> LossReport:
-    return LossReport(1, completed, True, late="late" if late else "", missing=list(missing))
+    return LossReport(1, completed, True, timeout_text="late" if late else "", unreachable=list(missing))
 
 
 @given(st.integers(1, 5), st.integers(0, 4), st.randoms())

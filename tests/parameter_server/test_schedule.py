@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from phalanx.cluster.admission import link_name
+from phalanx.cluster.admission_control import link_name
 from phalanx.errors import CollectiveTimeoutError, EvictedError, PeerLostError, PhalanxError
 from phalanx.parameter_server.server.chief_broadcasts import ChiefBroadcasts
 from phalanx.parameter_server.server.epoch_validation import EpochValidation

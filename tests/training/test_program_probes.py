@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from phalanx.cluster.membership_messages import EntryBegan, PastEntry
+from phalanx.cluster.membership_messages import EntryAlreadyFinished, EntryStarted
 from phalanx.errors import DisagreementError
 from phalanx.training.checks import program_probes
 from phalanx.training.checks.program_probes import ChiefFindings, check_chiefs_findings
@@ -22,23 +22,23 @@ class Candidate:
 
     is_chief, is_candidate, world_size = False, True, 1
 
-    def __init__(self, *answers: EntryBegan | PastEntry) -> None:
+    def __init__(self, *answers: EntryStarted | EntryAlreadyFinished) -> None:
         self.asked: list[int] = []
         self._answers = list(answers)
         self.elastic = SimpleNamespace(node=SimpleNamespace(query_entry=self._query))
         self.present_entry = Entry(3)
 
-    def _query(self, entry: int) -> EntryBegan | PastEntry:
+    def _query(self, entry: int) -> EntryStarted | EntryAlreadyFinished:
         self.asked.append(entry)
         return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
 
 
-def published(**findings: Any) -> EntryBegan:
-    return EntryBegan(3, SEED + msgspec.msgpack.encode(findings), 4)
+def published(**findings: Any) -> EntryStarted:
+    return EntryStarted(3, SEED + msgspec.msgpack.encode(findings), 4)
 
 
 def test_a_candidate_waits_for_the_members_findings_and_uses_them() -> None:
-    candidate = Candidate(EntryBegan(3, SEED, 4), published(losses=[1], outputs="batch"))
+    candidate = Candidate(EntryStarted(3, SEED, 4), published(losses=[1], outputs="batch"))
     findings = ChiefFindings(candidate)  # type: ignore[arg-type]
     assert findings.from_chief("losses", [2]) == [1]
     assert findings.from_chief("outputs", None) == "batch"
@@ -49,7 +49,7 @@ def test_a_candidate_waits_for_the_members_findings_and_uses_them() -> None:
 
 def test_a_candidate_that_the_members_wait_for_uses_its_own_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program_probes, "FINDINGS_TIMEOUT_S", 0.3)
-    candidate = Candidate(EntryBegan(3, SEED, 4))
+    candidate = Candidate(EntryStarted(3, SEED, 4))
     findings = ChiefFindings(candidate)  # type: ignore[arg-type]
     assert findings.from_chief("losses", [2]) == [2]
     asked = len(candidate.asked)
@@ -58,7 +58,7 @@ def test_a_candidate_that_the_members_wait_for_uses_its_own_findings(monkeypatch
 
 
 def test_a_candidate_learns_that_the_members_have_finished() -> None:
-    findings = ChiefFindings(Candidate(PastEntry(3, b"result")))  # type: ignore[arg-type]
+    findings = ChiefFindings(Candidate(EntryAlreadyFinished(3, b"result")))  # type: ignore[arg-type]
     with pytest.raises(EntryOverError):
         findings.from_chief("losses", [2])
 

@@ -142,7 +142,7 @@ def format_master_url(address: str, rpc_layer: str | None) -> str:
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
-def whole_number(environment: Mapping[str, str], name: str, *, reader: str) -> int:
+def read_integer(environment: Mapping[str, str], name: str, *, reader: str) -> int:
     """Return the value of a variable that a scheduler sets.
 
     Raises: ConfigurationError naming the variable and the resolver that reads it.
@@ -160,7 +160,7 @@ def port_base(environment: Mapping[str, str], given: int | None) -> int:
     if given is None:
         given = DEFAULT_PORT_BASE
         if environment.get(PORT_BASE):
-            given = whole_number(environment, PORT_BASE, reader="the port of each task")
+            given = read_integer(environment, PORT_BASE, reader="the port of each task")
     if not 1 <= given <= 65535:
         raise ConfigurationError(f"the first port is {given}; write one from 1 to 65535 ({PORT_BASE}).")
     return given

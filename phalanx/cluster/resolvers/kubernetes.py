@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, read_integer
 from phalanx.cluster.resolvers.kubernetes_pods import DEFAULT_LABELS, KubernetesExecutableLocation, PodLister
 from phalanx.cluster.spec import WORKER, ClusterSpec, Task
 from phalanx.config.environment_variables import NUM_WORKERS, SERVICE
@@ -102,7 +102,7 @@ class KubernetesClusterResolver(ClusterResolver):
         if self._num_workers is not None:
             count = self._num_workers
         elif self._variables.get(NUM_WORKERS):
-            count = whole_number(self._variables, NUM_WORKERS, reader=_READER)
+            count = read_integer(self._variables, NUM_WORKERS, reader=_READER)
         else:
             raise ConfigurationError(
                 f"{_READER} does not know how many pods the job has: Kubernetes provides only their index. "
@@ -115,7 +115,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
     def _index(self) -> int:
         if "JOB_COMPLETION_INDEX" in self._variables:
-            return whole_number(self._variables, "JOB_COMPLETION_INDEX", reader=_READER)
+            return read_integer(self._variables, "JOB_COMPLETION_INDEX", reader=_READER)
         return int(self._ordinal_match()[2])
 
     def _base_name(self) -> str:

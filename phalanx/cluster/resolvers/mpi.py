@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, read_integer
 from phalanx.cluster.resolvers.host_list import HostTasks, expand_counts, expand_host_list, parse_hosts, worker_cluster
 from phalanx.cluster.spec import WORKER, ClusterSpec, Task
 from phalanx.config.environment_variables import HOSTS, PORT_BASE
@@ -77,7 +77,7 @@ class MPIClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         hosts = self._hosts()
-        self._check_own_place(hosts)
+        self._check_local_rank(hosts)
         return worker_cluster(hosts, port_base(self._variables, self._port_base))
 
     def _find_task(self) -> Task:
@@ -94,7 +94,7 @@ class MPIClusterResolver(ClusterResolver):
         )
 
     def _number(self, name: str) -> int:
-        return whole_number(self._variables, name, reader=_READER)
+        return read_integer(self._variables, name, reader=_READER)
 
     def _optional(self, name: str | None) -> int | None:
         return self._number(name) if name and name in self._variables else None
@@ -124,10 +124,10 @@ class MPIClusterResolver(ClusterResolver):
         slots = sum(count for _, count in hosts)
         if slots < size:
             raise ConfigurationError(
-                f"{where} names {slots} places ({_write(hosts)}), but the launcher started {size} processes. "
+                f"{where} names {slots} places ({_format_hosts(hosts)}), but the launcher started {size} processes. "
                 f"Correct one of them."
             )
-        return _first(hosts, size)
+        return _truncate_to(hosts, size)
 
     def _listed_hosts(self) -> tuple[str, HostTasks] | None:
         """Return the source of a list of hosts, and the list; None if there is none."""
@@ -150,7 +150,7 @@ class MPIClusterResolver(ClusterResolver):
             return "PBS_NODEFILE", [(name, lines.count(name)) for name in dict.fromkeys(lines)]
         return None
 
-    def _check_own_place(self, hosts: HostTasks) -> None:
+    def _check_local_rank(self, hosts: HostTasks) -> None:
         """Check that the derived local rank of this process matches the launcher's."""
         launcher = self._launcher()
         local_rank = self._optional(launcher.local_rank)
@@ -161,7 +161,7 @@ class MPIClusterResolver(ClusterResolver):
         host, place = owners[rank]
         if place != local_rank:
             raise ConfigurationError(
-                f"rank {rank} should be number {place} on {host} according to {_write(hosts)}, but the "
+                f"rank {rank} should be number {place} on {host} according to {_format_hosts(hosts)}, but the "
                 f"launcher made it number {local_rank} on {socket.gethostname()}: ranks are not numbered "
                 f"host by host, or the hosts are in another order. Start it with `--map-by slot`, or "
                 f"correct {HOSTS}."
@@ -173,7 +173,7 @@ def started_by_mpi(environ: Mapping[str, str]) -> bool:
     return any(launcher.rank in environ and launcher.size in environ for launcher in _LAUNCHERS)
 
 
-def _first(hosts: HostTasks, size: int) -> HostTasks:
+def _truncate_to(hosts: HostTasks, size: int) -> HostTasks:
     """Return the first `size` slots."""
     result: HostTasks = []
     for host, count in hosts:
@@ -183,5 +183,5 @@ def _first(hosts: HostTasks, size: int) -> HostTasks:
     return result
 
 
-def _write(hosts: HostTasks) -> str:
+def _format_hosts(hosts: HostTasks) -> str:
     return ",".join(f"{host}:{count}" for host, count in hosts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, read_integer
 from phalanx.cluster.resolvers.host_list import HostTasks, cyclic, expand_counts, expand_host_list, worker_cluster
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.errors import ConfigurationError
@@ -55,9 +55,9 @@ class SlurmClusterResolver(ClusterResolver):
 
     def cluster_spec(self) -> ClusterSpec:
         hosts = self._hosts()
-        by_process = worker_cluster(self._numbered(hosts), port_base(self._variables, self._port_base))
+        by_process = worker_cluster(self._in_rank_order(hosts), port_base(self._variables, self._port_base))
         addresses = [str(address) for address in by_process.job_tasks("worker")]
-        self._check_own_place(hosts, addresses)
+        self._check_host(hosts, addresses)
         cluster: dict[str, list[str]] = {}
         for task, address in zip(self._tasks(len(addresses)), addresses, strict=True):
             cluster.setdefault(task.type, []).append(address)
@@ -70,7 +70,7 @@ class SlurmClusterResolver(ClusterResolver):
 
     def _find_task(self) -> Task:
         tasks = self._tasks(sum(count for _, count in self._hosts()))
-        process = whole_number(self._variables, "SLURM_PROCID", reader=_READER)
+        process = read_integer(self._variables, "SLURM_PROCID", reader=_READER)
         if process >= len(tasks):
             raise ConfigurationError(
                 f"SLURM_PROCID={process}, but the job step has only {len(tasks)} processes according to its "
@@ -104,7 +104,7 @@ class SlurmClusterResolver(ClusterResolver):
             )
         return list(zip(names, counts, strict=True))
 
-    def _numbered(self, hosts: HostTasks) -> HostTasks:
+    def _in_rank_order(self, hosts: HostTasks) -> HostTasks:
         distribution = self._variables.get("SLURM_DISTRIBUTION", "block").split(":")[0].split(",")[0]
         if distribution in ("", "block", "*"):
             return hosts
@@ -115,12 +115,12 @@ class SlurmClusterResolver(ClusterResolver):
             f"supported. Start the step with `srun --distribution=block`."
         )
 
-    def _check_own_place(self, hosts: HostTasks, addresses: list[str]) -> None:
+    def _check_host(self, hosts: HostTasks, addresses: list[str]) -> None:
         """Check that the derived host of this process matches Slurm's."""
         if "SLURM_NODEID" not in self._variables:
             return
-        node = whole_number(self._variables, "SLURM_NODEID", reader=_READER)
-        process = whole_number(self._variables, "SLURM_PROCID", reader=_READER)
+        node = read_integer(self._variables, "SLURM_NODEID", reader=_READER)
+        process = read_integer(self._variables, "SLURM_PROCID", reader=_READER)
         if node >= len(hosts) or process >= len(addresses):
             raise ConfigurationError(
                 f"SLURM_NODEID={node} and SLURM_PROCID={process} do not fit {len(hosts)} hosts with "

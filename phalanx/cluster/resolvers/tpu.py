@@ -12,7 +12,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, whole_number
+from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, read_integer
 from phalanx.cluster.spec import WORKER, ClusterSpec, Task
 from phalanx.compat.unsupported_names import missing_member
 from phalanx.devices.tpu_count import count_tpus
@@ -67,7 +67,7 @@ class TPUClusterResolver(ClusterResolver):
                 f"hosts of the TPU and write TPUClusterResolver(), or tpu='local'."
             )
         self._port = port
-        self._found: tuple[int, list[str]] | None = None
+        self._discovered: tuple[int, list[str]] | None = None
 
     @staticmethod
     def connect(tpu: str | None = None, zone: str | None = None, project: str | None = None) -> TPUClusterResolver:
@@ -80,7 +80,7 @@ class TPUClusterResolver(ClusterResolver):
             raise missing_member("TPUClusterResolver", self, name)
 
     def cluster_spec(self) -> ClusterSpec:
-        index, hosts = self._find()
+        index, hosts = self._discover()
         if not hosts:
             return ClusterSpec({})
         if index >= len(hosts):
@@ -94,7 +94,7 @@ class TPUClusterResolver(ClusterResolver):
         return ClusterSpec({WORKER: [f"{host}:{port}" for host in hosts]})
 
     def _find_task(self) -> Task | None:
-        index, hosts = self._find()
+        index, hosts = self._discover()
         return Task(WORKER, index) if hosts else None
 
     def num_accelerators(
@@ -105,11 +105,11 @@ class TPUClusterResolver(ClusterResolver):
         count = count_tpus()
         return {"TPU": count} if count else {}
 
-    def _find(self) -> tuple[int, list[str]]:
+    def _discover(self) -> tuple[int, list[str]]:
         """Return this host's number in the slice, and all hosts; no hosts without a TPU. Queried once."""
-        if self._found is None:
-            self._found = self._from_variables() or self._from_metadata() or (0, [])
-        return self._found
+        if self._discovered is None:
+            self._discovered = self._from_variables() or self._from_metadata() or (0, [])
+        return self._discovered
 
     def _from_variables(self) -> tuple[int, list[str]] | None:
         listed = self._variables.get(ADDRESSES) or self._variables.get(HOSTNAMES)
@@ -117,7 +117,7 @@ class TPUClusterResolver(ClusterResolver):
             return None
         _refuse_slices(self._variables.get(SLICES))
         hosts = [_without_port(entry) for entry in listed.split(",") if entry.strip()]
-        return (whole_number(self._variables, WORKER_ID, reader=_READER) if len(hosts) > 1 else 0), hosts
+        return (read_integer(self._variables, WORKER_ID, reader=_READER) if len(hosts) > 1 else 0), hosts
 
     def _from_metadata(self) -> tuple[int, list[str]] | None:
         if self._variables.get(SKIP_METADATA) or not (METADATA_ADDRESS in self._variables or count_tpus()):
@@ -129,7 +129,7 @@ class TPUClusterResolver(ClusterResolver):
         _refuse_slices(_slices_in(_attribute(server, "tpu-env") or ""))
         # Each entry is a host, or in an older format `name:id:ip`.
         hosts = [entry.strip().split(":")[-1] for entry in endpoints.split(",")]
-        return whole_number({WORKER_ID: number.strip()}, WORKER_ID, reader=_READER), hosts
+        return read_integer({WORKER_ID: number.strip()}, WORKER_ID, reader=_READER), hosts
 
 
 def _without_port(entry: str) -> str:

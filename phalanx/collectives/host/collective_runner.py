@@ -133,7 +133,7 @@ class CollectiveRunner:
         """Refuse every collective, in a fork of the process that this communicator belongs to."""
         self._turn = threading.Lock()  # another thread may have held it
         self._thread = None  # a fork has none of its parent's threads
-        me = self.mesh.membership.me
+        me = self.mesh.membership.local_member
         self._failure = self._failure or UnsupportedError(
             f"pid {os.getpid()}, a fork of {me.task} (rank {me.rank}, pid {me.pid}) such as a worker of a DataLoader, "
             f"is no member of the job. Call what needs the other replicas in the process that created the strategy."

@@ -46,7 +46,7 @@ class HierarchicalAlgorithm:
         self._leaders = leaders
         self._whole = whole
         self._hosts = [membership.ranks_on(host) for host in membership.hosts]
-        self._host = membership.hosts.index(membership.me.host)
+        self._host = membership.hosts.index(membership.local_member.host)
 
     @property
     def sizes(self) -> tuple[int, int]:

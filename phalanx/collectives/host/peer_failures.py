@@ -130,10 +130,10 @@ class PeerFailures:
         if rank in self.left:
             return self._departed(rank, "closed its communicator and left", call)
         self._membership.state.unresponsive.add(rank)
-        return self._membership.peer_lost(rank, str(call), self._reasons.get(rank, ""))
+        return self._membership.peer_lost_error(rank, str(call), self._reasons.get(rank, ""))
 
     def _departed(self, rank: Rank, what: str, call: CollectiveCall) -> PeerLostError:
-        member, me = self._membership.members[rank], self._membership.me
+        member, me = self._membership.members[rank], self._membership.local_member
         return PeerLostError(
             f"{member_names(self._membership, [rank])} {what}, while {me.task} (rank {me.rank}) was in {call}. Look at "
             f"the end of that task's output for the cause.",

@@ -121,7 +121,7 @@ class StallWatch:
         missing = self._missing(call, needed)
         waited_s = time.monotonic() - call.started
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - waited_s))
-        me = self._membership.me
+        me = self._membership.local_member
         return CollectiveTimeoutError(
             f"{me.task} (rank {me.rank}) waited {waited_s:.1f} s in {call}, since {since}, for "
             f"{member_names(self._membership, missing)}, which {'is' if len(missing) == 1 else 'are'} connected but "

@@ -125,7 +125,11 @@ def connect_processes(communicator: Communicator, timeout_s: float) -> JaxProces
         return None
     membership = communicator.membership
     _refuse_late(communicator)
-    port = _ReservedPort(Address.parse(membership.me.address, where="rank 0").host) if communicator.rank == 0 else None
+    port = (
+        _ReservedPort(Address.parse(membership.local_member.address, where="rank 0").host)
+        if communicator.rank == 0
+        else None
+    )
     with contextlib.ExitStack() as stack:
         if port is not None:
             stack.callback(port.close)

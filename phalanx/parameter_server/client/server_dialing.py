@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from phalanx.cluster.admission import DISAGREEMENT
+from phalanx.cluster.admission_control import DISAGREEMENT
 from phalanx.cluster.spec import Task
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import (

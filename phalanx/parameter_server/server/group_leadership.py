@@ -16,7 +16,7 @@ from enum import Enum, auto
 
 import msgspec
 
-from phalanx.cluster.admission import DISAGREEMENT
+from phalanx.cluster.admission_control import DISAGREEMENT
 from phalanx.cluster.spec import Task
 from phalanx.cluster.task_comparison import TaskDescription, describe_disagreement
 from phalanx.cluster.task_identity import TaskIdentity

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from phalanx.cluster.admission import admit_worker, link_name
+from phalanx.cluster.admission_control import admit_worker, link_name
 from phalanx.cluster.spec import Task
 from phalanx.cluster.task_identity import TaskIdentity
 from phalanx.errors import LinkClosedError, PeerLostError, RendezvousError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from phalanx.cluster.admission import incarnation_of
+from phalanx.cluster.admission_control import incarnation_from_link_name
 from phalanx.cluster.membership import CONNECTION_CLOSED, SEE_TASK_OUTPUT
 from phalanx.errors import PeerLostError
 from phalanx.parameter_server.server_protocol import CHIEF_WORKER, Worker, peer_lost
@@ -105,7 +105,7 @@ class WorkerTable:
 
     def is_evicted(self, name: str) -> bool:
         """Whether the process with the link of this name is evicted."""
-        return incarnation_of(name) in self._evicted
+        return incarnation_from_link_name(name) in self._evicted
 
     def is_present(self, worker: Worker) -> bool:
         """Whether a worker is connected, or expected to reconnect soon."""
@@ -117,7 +117,7 @@ class WorkerTable:
 
     def incarnation(self, worker: Worker) -> str:
         """The incarnation of a worker's process; "" if it is not connected."""
-        return incarnation_of(self.links[worker][0]) if worker in self.connected else ""
+        return incarnation_from_link_name(self.links[worker][0]) if worker in self.connected else ""
 
     def never_connected(self) -> str:
         """The names of the workers that have never connected, separated by commas."""

@@ -29,18 +29,21 @@ def link_name(incarnation: str, number: int) -> str:
     return f"{incarnation}#{number}"
 
 
-def incarnation_of(link: str) -> str:
+def incarnation_from_link_name(link: str) -> str:
     """Return the incarnation of the process that a link name belongs to."""
     return link.partition("#")[0]
 
 
 def admit_worker(
-    me: TaskIdentity, hello: Hello, ranks: Container[Rank | None], link_of: Callable[[Rank], tuple[str, Link] | None]
+    identity: TaskIdentity,
+    hello: Hello,
+    ranks: Container[Rank | None],
+    link_of: Callable[[Rank], tuple[str, Link] | None],
 ) -> Welcome:
     """Decide whether a worker may link to this task for a purpose other than the rendezvous.
 
     Args:
-        me: This task.
+        identity: Identity of this task.
         hello: The introduction of the other task, with its `TaskDescription` as details.
         ranks: The allowed ranks.
         link_of: Function that returns the name of a rank's current link, and the link. The same process may replace its
@@ -48,27 +51,27 @@ def admit_worker(
 
     Returns: the answer, with this task's description if it is positive.
     """
-    newcomer = decode_newcomer(hello, str(me.task))
+    newcomer = decode_newcomer(hello, str(identity.task))
     if isinstance(newcomer, Welcome):
         return newcomer
-    if disagreement := describe_disagreement(me.description, newcomer):
+    if disagreement := describe_disagreement(identity.description, newcomer):
         return Welcome(refusal=DISAGREEMENT, reason=disagreement)
-    rank = me.rank_of(newcomer.task)
+    rank = identity.rank_of(newcomer.task)
     if rank is None or rank not in ranks:
         return Welcome(refusal=DISAGREEMENT, reason=f"{newcomer.task} is not a worker of this cluster.")
     name, present = link_of(rank) or ("", None)
     # A dead process leaves a closed link; a live one keeps the task.
-    if present is not None and incarnation_of(name) != newcomer.incarnation and not present.peer_closed():
+    if present is not None and incarnation_from_link_name(name) != newcomer.incarnation and not present.peer_closed():
         return refuse_duplicate(newcomer)
-    return Welcome(details=msgspec.msgpack.encode(me.description))
+    return Welcome(details=msgspec.msgpack.encode(identity.description))
 
 
-def decode_newcomer(hello: Hello, here: str) -> TaskDescription | Welcome:
-    """Return the description of a task that wants to link to the task `here`, or a refusal if it is not decodable."""
+def decode_newcomer(hello: Hello, local_task: str) -> TaskDescription | Welcome:
+    """Return the description of a task that wants to link to `local_task`, or a refusal if it is not decodable."""
     try:
         return decode_message(hello.details, TaskDescription)
     except FrameError as error:
-        reason = f"{hello.task} and {here} run different versions of Phalanx ({error})."
+        reason = f"{hello.task} and {local_task} run different versions of Phalanx ({error})."
         return Welcome(refusal=DISAGREEMENT, reason=f"{reason} Install the same one everywhere.")
 
 
