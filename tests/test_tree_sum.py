@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phalanx.arrays.tree_sum import TreeSum, nodes_between
-from phalanx.data.micro_batches import cut_micro_batches, numbers_of, sizes_of_ranks
+from phalanx.data.micro_batches import cut_micro_batches, micro_batch_range, sizes_of_ranks
 
 
 def total_of(values: np.ndarray, bounds: list[int]) -> list[np.ndarray]:
@@ -33,7 +33,7 @@ def test_the_bits_do_not_depend_on_who_has_which_summand(count: int) -> None:
     np.testing.assert_allclose(expected[1], values.astype("float64").sum(0), rtol=1e-4, atol=1.0)
     np.testing.assert_array_equal(expected[0], values.max(0))
     for ranks in range(1, 10):
-        bounds = [numbers_of(1000, count, rank, ranks)[0] for rank in range(ranks)] + [count]
+        bounds = [micro_batch_range(1000, count, rank, ranks)[0] for rank in range(ranks)] + [count]
         for one, other in zip(total_of(values, bounds), expected, strict=True):
             assert one.tobytes() == other.tobytes()
 

@@ -19,7 +19,7 @@ from phalanx.data.batch_split import LocalBatch, local_range, should_be_aligned
 from phalanx.data.dataset_elements import Array, describe, to_numpy
 from phalanx.data.input_request import InputRequest
 from phalanx.data.source import Source, SourceTraits
-from phalanx.data.source_registry import unaccepted
+from phalanx.data.source_registry import unsupported_input_error
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import data_adapters
 
@@ -40,7 +40,7 @@ class _Converted:
         return self[rows]
 
 
-def _indexable(sliceable: Any) -> Any:
+def _to_indexable(sliceable: Any) -> Any:
     """The object that the hot loop indexes: a plain array if possible, determined once instead of per batch."""
     array = sliceable.array
     kind = type(sliceable).__name__
@@ -51,7 +51,7 @@ def _indexable(sliceable: Any) -> Any:
     return np.asarray(to_numpy(array))
 
 
-def _gathered(array: Any, rows: Array) -> Array:
+def _gather(array: Any, rows: Array) -> Array:
     """Gather rows of an array, which must exist. A large batch is aligned so that backends need not copy it again."""
     size = len(rows) * array.dtype.itemsize * math.prod(array.shape[1:])
     if isinstance(array, _Converted) or not should_be_aligned(size, array.dtype):
@@ -71,7 +71,7 @@ def sampled_rows(samples: int) -> Array:
     return np.linspace(0, samples - 1, SAMPLED_ROWS).astype(np.int64)
 
 
-def numbers_of(taken: Sequence[Array]) -> Array:
+def sample_values(taken: Sequence[Array]) -> Array:
     """A few values of sampled rows, shape (n,), float64, by which the ranks compare their data.
 
     Args:
@@ -110,7 +110,7 @@ class ArraySource(Source):
         )
         if self.samples == 0:
             raise ConfigurationError("The input is empty: x holds 0 samples. Expected at least one.")
-        self._data = map_leaves(_indexable, sliceables)
+        self._data = map_leaves(_to_indexable, sliceables)
         self._shuffle = request.shuffle
         self._seed = request.seed
         self._shuffling = request.shuffling
@@ -130,9 +130,9 @@ class ArraySource(Source):
         )
 
     @property
-    def probe(self) -> Array:
+    def sampled_values(self) -> Array:
         rows = sampled_rows(self.samples)
-        return numbers_of([np.asarray(leaf[rows]) for leaf in leaves(self._data)])
+        return sample_values([np.asarray(leaf[rows]) for leaf in leaves(self._data)])
 
     def rows(self, key: int, batch: int) -> Array:
         first = batch * self._batch_size
@@ -155,13 +155,13 @@ class ArraySource(Source):
             global_size = min(batch_size, samples - first)
             low, high = local_range(global_size, rank, world_size)
             size = high - low
-            # The stand-in for an empty share is the first row of the batch, which exists: `global_size` is at least 1.
+            # The placeholder for an empty share is the first row of the batch, which always exists.
             rows = slice(first + low, first + high) if size else slice(first, first + 1)
             if order is None:
                 part = map_leaves(lambda array, rows=rows: array[rows], data)  # type: ignore[misc]
             else:
                 indices = order[rows]
-                part = map_leaves(lambda array, i=indices: _gathered(array, i), data)  # type: ignore[misc]
+                part = map_leaves(lambda array, i=indices: _gather(array, i), data)  # type: ignore[misc]
             yield LocalBatch(part, size, global_size, None)
 
     def _permutation(self, key: int) -> Array:
@@ -197,5 +197,5 @@ def _describe_share(samples: int, batch_size: int, shuffle: bool | str, rank: in
 def make_source(request: InputRequest) -> ArraySource:
     """Create the source of arrays. Raises TypeError for an input that Keras does not accept as arrays."""
     if request.x is None or not data_adapters.is_arrays(request.x, request.y, request.sample_weight):
-        raise unaccepted(request)
+        raise unsupported_input_error(request)
     return ArraySource(request)

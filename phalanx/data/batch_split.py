@@ -25,8 +25,8 @@ class LocalBatch(NamedTuple):
 
     Attributes:
         data: Structures of NumPy arrays: an element of a source, or the `(x, y, sample_weight)` to which Keras unpacks
-            it, with None for missing parts. If `size` is 0, the arrays still hold one sample: a stand-in with the right
-            shapes and dtypes (taken from the global batch), which is computed with weight zero.
+            it, with None for missing parts. If `size` is 0, the arrays still hold one sample: a placeholder with the
+            right shapes and dtypes (taken from the global batch), which is computed with weight zero.
         size: Number of samples in this part, 0 or more.
         global_size: Number of samples in the global batch over all ranks; None if no single rank knows it (per-rank
             pipelines).
@@ -82,7 +82,7 @@ def batch_size_of(element: Any, source: str) -> int:
     return sizes[0]
 
 
-def stand_in(element: Any) -> Any:
+def make_placeholder(element: Any) -> Any:
     """One sample with the shapes and dtypes of an element, for a rank without a share; zeros if it has no sample."""
 
     def one(array: Array) -> Array:
@@ -91,7 +91,7 @@ def stand_in(element: Any) -> Any:
     return map_leaves(one, element)
 
 
-def cut(element: Any, rank: int, world_size: int, source: str, *, copies: bool) -> LocalBatch:
+def split_share(element: Any, rank: int, world_size: int, source: str, *, copies: bool) -> LocalBatch:
     """Cut a rank's share from an element that all ranks hold in full.
 
     Args:
@@ -105,7 +105,7 @@ def cut(element: Any, rank: int, world_size: int, source: str, *, copies: bool) 
     fingerprint = None if world_size == 1 else fingerprint_of(element)  # before the cut: equal on all ranks
     start, stop = local_range(global_size, rank, world_size)
     if start == stop:
-        part = stand_in(element)
+        part = make_placeholder(element)
     else:
         part = element if world_size == 1 else map_leaves(lambda array: array[start:stop], element)
     return LocalBatch(map_leaves(_copy, part) if copies else part, stop - start, global_size, fingerprint)
@@ -120,11 +120,11 @@ def _copy(array: Array) -> Array:
     return aligned_copy(array) if should_be_aligned(array.nbytes, array.dtype) else array.copy()
 
 
-def whole(element: Any, source: str) -> LocalBatch:
+def full_share(element: Any, source: str) -> LocalBatch:
     """The share of an element of a per-rank pipeline, which belongs to this rank entirely. No single rank knows the
     global size."""
     size = batch_size_of(element, source)
-    return LocalBatch(element if size else stand_in(element), size, None, None)
+    return LocalBatch(element if size else make_placeholder(element), size, None, None)
 
 
 def fingerprint_of(element: Any) -> int:
@@ -136,7 +136,7 @@ def fingerprint_of(element: Any) -> int:
     _, (x, y, _) = unpack(element)
     for part in (y, x):
         arrays = leaves(part)
-        if arrays and (part is x or _varies(arrays[0])):
+        if arrays and (part is x or _rows_differ(arrays[0])):
             return sample_checksum(arrays[0])
     return 0
 
@@ -155,7 +155,7 @@ def _head(array: Array) -> bytes:
     return array[:rows].tobytes()[:FINGERPRINT_BYTES]
 
 
-def _varies(array: Array) -> bool:
+def _rows_differ(array: Array) -> bool:
     """Whether an array's rows differ, so that a different order changes the checksum."""
     # The first 64 rows: if they are equal, as in data sorted by label, they reveal no order.
     return len(array) > 1 and not array.dtype.hasobject and bool((array[1:64] != array[0]).any())

@@ -38,17 +38,17 @@ class DataLoaderOrder(PassOrder):
         self._seed = request.seed
         self._is_pass_an_epoch = request.steps_per_epoch is None
         self._opens_as_keras = request.opens_as_keras
-        self._before: tuple[bool, list[Any]] = True, []  # when the running pass began: `_is_first`, the generators
+        self._pass_start_state: tuple[bool, list[Any]] = True, []  # of the running pass: `_is_first`, the generators
         self._rest: Iterator[Any] | None = None  # batches of the running pass that are yet to be drawn
         self._rest_state: Any = None  # torch's, after the drawn ones, without a `shuffling`
         self._worker_seed = request.seed  # of the running pass
         self._is_first = True  # whether the next pass is the first
         # The next pass, which Keras opens when one ends; the states of the program's generators before opening, and
         # torch's after it.
-        self._opened: tuple[Iterator[Any], list[Any], Any] | None = None
+        self._opened_pass: tuple[Iterator[Any], list[Any], Any] | None = None
         self._is_exhausted = False  # whether the samplers of the running pass yielded fewer batches than their length
 
-    def of_pass(self, key: int, stop: int | None = None) -> list[Any]:
+    def batches_of_pass(self, key: int, stop: int | None = None) -> list[Any]:
         """The indices of the global batches of a pass, at least of those before `stop`; None for all.
 
         A generator of the program draws only for batches that are read or prefetched by workers: a pass may end there.
@@ -69,14 +69,14 @@ class DataLoaderOrder(PassOrder):
         """
         states = _states_of(self._loader)
         with _torch_state_restored(unless=restart), self._seeded(0):
-            first = self._glance()
+            first = self._first_batch()
         if not restart:
             for generator, state in zip(_generators_of(self._loader), states, strict=True):
                 generator.set_state(state)
         return first
 
     def reset(self) -> None:
-        self._opened = None
+        self._opened_pass = None
 
     def end_pass(self, next_key: int) -> None:
         if self._draws_as_keras and data_adapters.opens_one_more_pass("torch"):
@@ -84,23 +84,23 @@ class DataLoaderOrder(PassOrder):
             with self._seeded(next_key):
                 opened = self._open()
                 if not self._is_pass_an_epoch:
-                    self._opened = opened, states, torch.get_rng_state()
+                    self._opened_pass = opened, states, torch.get_rng_state()
                 elif self._loader.num_workers:
                     next(opened)  # its workers request batches at once
 
     def randomness(self, key: int | None) -> bytes:
-        is_first, states = self._before if self.is_of(key) else (self._is_first, self._next_states())
+        is_first, states = self._pass_start_state if self.is_current(key) else (self._is_first, self._next_states())
         return encode([is_first, [state.numpy() for state in states]]) if states else b""
 
-    def continue_with(self, randomness: bytes) -> bool:
+    def restore_randomness(self, randomness: bytes) -> bool:
         is_first, states = decode(randomness) if randomness else (self._is_first, [])
         generators = _generators_of(self._loader)
         if len(states) != len(generators):
             return False
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(torch.from_numpy(state.copy()))
-        self.forget()
-        self._is_first, self._opened = is_first, None
+        self.invalidate()
+        self._is_first, self._opened_pass = is_first, None
         return True
 
     def worker_generator(self, start: int, rank: int) -> Any:
@@ -125,19 +125,19 @@ class DataLoaderOrder(PassOrder):
 
     def _next_states(self) -> list[Any]:
         """The states of the program's generators before the next pass."""
-        return _states_of(self._loader) if self._opened is None else self._opened[1]
+        return _states_of(self._loader) if self._opened_pass is None else self._opened_pass[1]
 
     def _begin_pass(self, key: int) -> list[Any]:
-        self._before = self._is_first, self._next_states()
+        self._pass_start_state = self._is_first, self._next_states()
         if self._is_first and self._draws_as_keras and data_adapters.loaders_are_read_by_tf_data():
             with self._seeded(key):
-                self._glance()
+                self._first_batch()
         self._is_first = False
         self._rest, self._is_exhausted = None, False
         return []
 
     @property
-    def _is_counted(self) -> bool:
+    def _counts_batches(self) -> bool:
         """Whether counting batches finds the end of a pass, as in Keras; a loop over the loader, workers and `tf.data`
         request one more batch."""
         return self._opens_as_keras and not self._loader.num_workers and not data_adapters.loaders_are_read_by_tf_data()
@@ -149,7 +149,7 @@ class DataLoaderOrder(PassOrder):
                 self._rest = self._open()
             drawn = list(itertools.islice(self._rest, count))
             self._is_exhausted = len(drawn) < count
-            if ends_pass and not self._is_counted:
+            if ends_pass and not self._counts_batches:
                 next(self._rest, None)  # requested to find the end; samplers may draw
         return [list(batch) for batch in drawn] if self.is_by_sample else drawn
 
@@ -168,8 +168,8 @@ class DataLoaderOrder(PassOrder):
         with self._seeded(key):
             if self._rest is not None:
                 torch.set_rng_state(self._rest_state)
-            elif self._opened is not None:
-                torch.set_rng_state(self._opened[2])
+            elif self._opened_pass is not None:
+                torch.set_rng_state(self._opened_pass[2])
             elif not self._uses_program_generator:
                 self._worker_seed = _seed_of(self._seed, key)
             yield
@@ -189,7 +189,7 @@ class DataLoaderOrder(PassOrder):
     def _open(self) -> Iterator[Any]:
         """Open the next pass like a DataLoader, and return its batches: a sampler that shuffles when its iterator is
         created draws first, then the workers' seed is drawn, then samplers draw batch by batch."""
-        opened, self._opened = self._opened, None
+        opened, self._opened_pass = self._opened_pass, None
         if opened is not None:
             return opened[0]
         batches: Iterator[Any] = iter(self.batches)
@@ -202,7 +202,7 @@ class DataLoaderOrder(PassOrder):
             drawn = torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
             self._worker_seed = int(drawn.item())
 
-    def _glance(self) -> Any:
+    def _first_batch(self) -> Any:
         """The indices of the first batch of a pass that is not continued."""
         return next(self._open())
 

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 from torch.utils.data.distributed import DistributedSampler
 
 from phalanx.arrays.tree import map_leaves
-from phalanx.data.array_source import numbers_of, sampled_rows
-from phalanx.data.batch_split import LocalBatch, cut, local_range
+from phalanx.data.array_source import sample_values, sampled_rows
+from phalanx.data.batch_split import LocalBatch, local_range, split_share
 from phalanx.data.dataloader_order import DataLoaderOrder
 from phalanx.data.dataset_elements import Array, to_numpy
 from phalanx.data.input_request import InputRequest
@@ -53,12 +53,12 @@ def make_source(request: InputRequest) -> MapStyleSource | StreamSource:
             reason="its sampler has divided the samples already, and its batch size is that of one replica",
             policy=AutoShardPolicy.OFF,
             is_compared=False,
-            is_read_alike=False,
+            is_read_by_all_ranks=False,
             draws_as_keras=True,
             describe_share=lambda rank, _: f"reads the samples of its sampler, shard {rank} of {world_size}",
         )
         return StreamSource(
-            lambda key: _elements_apart(loader, _opened_apart(loader)), traits, request, num_batches=len(loader)
+            lambda key: _rank_local_elements(loader, _open_rank_local(loader)), traits, request, num_batches=len(loader)
         )
     batches = sampler if loader.batch_sampler is None else loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or not hasattr(batches, "__len__"):
@@ -99,7 +99,7 @@ class MapStyleSource(Source):
                 if self._loads_own_samples
                 else "it makes whole batches, so every replica makes each and keeps its part"
             ),
-            is_read_alike=not self._loads_own_samples,
+            is_read_by_all_ranks=not self._loads_own_samples,
             is_uniform=True,
             draws_as_keras=True,
             may_end_early=not _has_known_samplers(loader),
@@ -107,9 +107,9 @@ class MapStyleSource(Source):
         )
 
     @property
-    def probe(self) -> Array:
-        """See `Source.probe`. Covers the indices of a `Subset`, such as from a random split, and a few values of
-        tensors. Other datasets may return different values on each read, so nothing of them is compared."""
+    def sampled_values(self) -> Array:
+        """See `Source.sampled_values`. Covers the indices of a `Subset`, such as from a random split, and a few values
+        of tensors. Other datasets may return different values on each read, so nothing of them is compared."""
         dataset, chosen = self._loader.dataset, None
         while isinstance(dataset, Subset):
             indices = np.asarray(dataset.indices)
@@ -124,15 +124,15 @@ class MapStyleSource(Source):
         if type(dataset) is TensorDataset and len(dataset):
             rows = sampled_rows(len(dataset) if chosen is None else len(chosen))
             rows = rows if chosen is None else chosen[rows]
-            numbers = np.concatenate([numbers, numbers_of([to_numpy(tensor[rows]) for tensor in dataset.tensors])])
+            numbers = np.concatenate([numbers, sample_values([to_numpy(tensor[rows]) for tensor in dataset.tensors])])
         return numbers
 
     def rows(self, key: int, batch: int) -> list[Any]:
-        keys: list[Any] = self.order.of_pass(key, batch + 1)[batch]
+        keys: list[Any] = self.order.batches_of_pass(key, batch + 1)[batch]
         return keys
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalBatch]:
-        return self._load(self.order.of_pass(key, stop)[start:stop], start)
+        return self._load(self.order.batches_of_pass(key, stop)[start:stop], start)
 
     def peek(self, *, restart: bool = False) -> LocalBatch:
         return next(self._load([self.order.peek(restart=restart)], 0, num_workers=0))
@@ -142,15 +142,15 @@ class MapStyleSource(Source):
         rank, world_size = self._rank, self._world_size
         if not self._loads_own_samples:
             for element in _elements(self._loader_of(chosen, start, num_workers)):
-                yield cut(element, rank, world_size, _KIND, copies=True)
+                yield split_share(element, rank, world_size, _KIND, copies=True)
             return
         parts = [local_range(len(indices), rank, world_size) for indices in chosen]
-        # An empty share loads one sample as a stand-in.
+        # An empty share loads one sample as a placeholder.
         local = [
             indices[low:high] if low < high else indices[:1] for indices, (low, high) in zip(chosen, parts, strict=True)
         ]
         loader = self._loader_of(local, start, num_workers)
-        elements = _elements_apart(loader, iter(loader))
+        elements = _rank_local_elements(loader, iter(loader))
         # The fingerprint covers the indices, because no rank has the whole batch.
         for element, indices, (low, high) in zip(elements, chosen, parts, strict=True):
             yield LocalBatch(element, high - low, len(indices), _checksum(indices))
@@ -190,13 +190,13 @@ def _elements(loader: Any) -> Iterator[Any]:
     return map(_standardized, loader)
 
 
-def _opened_apart(loader: Any) -> Iterator[Any]:
+def _open_rank_local(loader: Any) -> Iterator[Any]:
     """Open an iterator over a loader that no other rank opens. Opening draws a seed."""
     with drawing_samples():
         return iter(loader)
 
 
-def _elements_apart(loader: Any, elements: Iterator[Any]) -> Iterator[Any]:
+def _rank_local_elements(loader: Any, elements: Iterator[Any]) -> Iterator[Any]:
     """Yield the elements of a loader's iterator whose samples no other rank loads."""
     loading = drawing_samples if _may_draw(loader) else nullcontext
     while True:

@@ -58,5 +58,5 @@ def make_source(request: InputRequest) -> Source:
             f"The dataset_fn of the DatasetCreator returned a {type(dataset).__name__}. Return a tf.data.Dataset, a "
             f"DataLoader, a PyDataset, or another dataset that has batches."
         )
-    own = source_registry.make_source(InputRequest(dataset, seed=request.seed + rank, repeated=0))
+    own = source_registry.make_source(InputRequest(dataset, seed=request.seed + rank, replayed=0))
     return own if world_size == 1 else make_per_rank_source(own)

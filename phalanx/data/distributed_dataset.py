@@ -12,7 +12,7 @@ import numpy as np
 
 from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.data import source_registry
-from phalanx.data.batch_split import LocalBatch, stand_in
+from phalanx.data.batch_split import LocalBatch, make_placeholder
 from phalanx.data.input_request import InputRequest
 from phalanx.data.sharded_input import ShardedInput
 from phalanx.data.sharding_policy import AutoShardPolicy, InputContext
@@ -34,7 +34,7 @@ def make_per_rank_source(source: Source) -> Source:
         policy=AutoShardPolicy.OFF,
         is_uniform=False,
         is_compared=False,
-        is_read_alike=False,
+        is_read_by_all_ranks=False,
         draws_as_keras=False,
         is_in_memory=False,
         describe_share=lambda *_: f"reads all of the {kind} that its own function returned",
@@ -46,12 +46,12 @@ class Members(NamedTuple):
     """The members of an elastic job, over which data is divided.
 
     Attributes:
-        part: Function that returns the current rank and world size.
-        chiefs: Function that takes this rank's number and returns the chief's; every rank must call it.
+        rank_and_size: Function that returns the current rank and world size.
+        from_chief: Function that takes this rank's number and returns the chief's; every rank must call it.
     """
 
-    part: Callable[[], tuple[int, int]]
-    chiefs: Callable[[int], int]
+    rank_and_size: Callable[[], tuple[int, int]]
+    from_chief: Callable[[int], int]
 
 
 class DistributedDataset:
@@ -84,28 +84,28 @@ class DistributedDataset:
         self._epochs = 0
 
     def __iter__(self) -> DistributedIterator:
-        check_outside()
+        check_not_in_tf_function()
         return DistributedIterator(map(self._converted, self._begin()), self.element_spec)
 
     def _begin(self) -> Iterator[Any]:
         """Start the next epoch, and return its elements, of NumPy arrays."""
         members = self._members
         if members is not None:
-            self._epochs = members.chiefs(self._epochs)  # a member that joins has iterated less often
-            self._part = members.part()
-            self._sharded.regroup(*self._part)
+            self._epochs = members.from_chief(self._epochs)  # a member that joins has iterated less often
+            self._part = members.rank_and_size()
+            self._sharded.reshard(*self._part)
         epoch = self._epochs
         self._epochs += 1
         shares = self._sharded.shares(epoch)
         if members is not None:
             shares = _of_one_generation(shares, members, self._part)
         alone = self._any_rank is None or self._part[1] == 1
-        return map(_arrays, shares if alone else self._jointly(shares))
+        return map(_arrays, shares if alone else self._until_all_end(shares))
 
     def _converted(self, element: Any) -> Any:
         return element if self._convert is None else map_leaves(self._convert, element)
 
-    def _jointly(self, shares: Iterator[LocalBatch]) -> Iterator[LocalBatch]:
+    def _until_all_end(self, shares: Iterator[LocalBatch]) -> Iterator[LocalBatch]:
         """Yield equally many shares on every rank: a rank whose data ends first gets shares of size 0 until all end."""
         assert self._any_rank is not None
         last: LocalBatch | None = None
@@ -159,7 +159,7 @@ class DistributedDataset:
 def _of_one_generation(shares: Iterator[LocalBatch], members: Members, began: tuple[int, int]) -> Iterator[LocalBatch]:
     """Yield the shares while this rank's part of each batch is still the one with which the iteration began."""
     for share in shares:
-        if members.part() != began:
+        if members.rank_and_size() != began:
             raise UnsupportedError(
                 "The members of the job have changed since this iterator of a distributed dataset began, and it still "
                 "divides batches among the former ones. Begin it inside the function of phalanx.elastic.run, which is "
@@ -169,7 +169,7 @@ def _of_one_generation(shares: Iterator[LocalBatch], members: Members, began: tu
 
 
 def _arrays(share: LocalBatch) -> Any:
-    return share.data if share.size else map_leaves(lambda array: array[:0], stand_in(share.data))
+    return share.data if share.size else map_leaves(lambda array: array[:0], make_placeholder(share.data))
 
 
 class DistributedIterator:
@@ -187,7 +187,7 @@ class DistributedIterator:
         return self
 
     def __next__(self) -> Any:
-        check_outside()
+        check_not_in_tf_function()
         return next(self._elements)
 
     def get_next(self) -> Any:
@@ -208,7 +208,7 @@ class DistributedIterator:
             return optional.empty(self.element_spec)
 
 
-def check_outside() -> None:
+def check_not_in_tf_function() -> None:
     """Raise UnsupportedError inside a `tf.function`, where a batch would become a constant."""
     tensorflow = sys.modules.get("tensorflow")
     if tensorflow is not None and tensorflow.inside_function():
@@ -251,14 +251,14 @@ def distribute_dataset(dataset: Any, distribution: DatasetDistribution) -> Distr
     """
     if isinstance(dataset, DistributedDataset):
         return dataset
-    check_outside()
+    check_not_in_tf_function()
     _check_dataset(dataset)
     request = InputRequest(
         dataset,
         rank=distribution.rank,
         world_size=distribution.world_size,
         seed=distribution.seed,
-        repeated=0,
+        replayed=0,
         opens_as_keras=False,
     )
     source = source_registry.make_source(request)
@@ -270,11 +270,11 @@ def distribute_from_function(
 ) -> DistributedDataset:
     """`strategy.distribute_datasets_from_function`: `function(InputContext)` returns this rank's dataset, batched with
     the local batch size. It is neither cut nor compared with those of other ranks."""
-    check_outside()
+    check_not_in_tf_function()
     rank, world_size = distribution.rank, distribution.world_size
     dataset = function(InputContext(world_size, rank, world_size))
     _check_dataset(dataset)
-    request = InputRequest(dataset, seed=distribution.seed + rank, repeated=0, opens_as_keras=False)
+    request = InputRequest(dataset, seed=distribution.seed + rank, replayed=0, opens_as_keras=False)
     source = make_per_rank_source(source_registry.make_source(request))
     return distribution.kind(source, dataset, distribution, _element_spec(dataset))
 

@@ -23,7 +23,7 @@ def make_source(request: InputRequest) -> StreamSource:
     """
     elements = map(_standardize, request.x)
     traits = SourceTraits(_KIND, signature=_KIND)
-    return StreamSource(lambda key: elements, traits, request, is_once=True)
+    return StreamSource(lambda key: elements, traits, request, is_single_pass=True)
 
 
 def _standardize(element: Any) -> Any:

@@ -15,20 +15,21 @@ from phalanx.errors import ConfigurationError
 from phalanx.keras_compat import data_adapters
 
 
-class InputPlace(NamedTuple):
+class EpochStart(NamedTuple):
     """The start of an epoch: everything that another process needs to start it there.
 
     Attributes:
         pass_key: The epoch in which its pass began.
         batch: The number of its first batch in that pass; for an epoch that has not begun, 0 means a new pass.
-        taken: The number of elements, or whole passes, taken from a stream before that pass; see `StreamCursor.total`.
+        consumed: The number of elements, or whole passes, taken from a stream before that pass; see
+            `StreamCursor.total`.
         randomness: The state of the program's random generators that determines the order of that pass; empty if there
             are none, None if it is not known.
     """
 
     pass_key: int
     batch: int
-    taken: int = 0
+    consumed: int = 0
     randomness: bytes | None = None
 
 
@@ -55,9 +56,9 @@ class InputPosition:
         pass_key: The epoch in which the running pass began; it selects the order of shuffled data.
         start: The batch of the pass with which the running epoch began.
         next_start: The batch of the pass with which the next epoch begins; 0 if it starts a new pass.
-        is_reset: Whether the first epoch starts without a `reset`. Keras's `predict` does so too, so that a PyDataset
-            is not reshuffled.
-        counted: Number of batches in a pass that was read to its end; None before that.
+        skips_reset: Whether the first epoch starts without a `reset`. Keras's `predict` does so too, so that a
+            PyDataset is not reshuffled.
+        counted_batches: Number of batches in a pass that was read to its end; None before that.
     """
 
     def __init__(self, source: Source, steps_per_epoch: int | None, *, group: int = 1, draws: bool):
@@ -65,28 +66,28 @@ class InputPosition:
         self._group = group
         self.pass_key = 0
         self.start = 0
-        self.counted: int | None = None
+        self.counted_batches: int | None = None
         self._source = source
         # If ranks have their own data, a rank that resumes from this place also has its own random numbers.
         self._order = source.order if source.traits.policy is AutoShardPolicy.DATA else PassOrder()
         self.next_start = 0
         self._draws = draws
         self._is_open = False  # Keras opens the next pass when one ends
-        self.is_reset = False
+        self.skips_reset = False
 
     # Epochs.
 
-    def enter(self, index: int) -> None:
+    def start_epoch(self, index: int) -> None:
         """Start epoch `index` and, if necessary, a new pass."""
-        if not self.is_reset:
+        if not self.skips_reset:
             self.reset()
         if self.next_start == 0:
-            if self._is_open:  # `leave` has already drawn the random numbers for opening it
+            if self._is_open:  # `end_epoch` has already drawn the random numbers for opening it
                 self.pass_key = index
             else:
                 self.open_pass(index)
             self._is_open = False
-            self._order.forget()  # each evaluation has a different order, although it starts pass 0 again
+            self._order.invalidate()  # each evaluation has a different order, although it starts pass 0 again
             if self._source.cursor is not None:
                 self._source.cursor.begin_pass(self.pass_key)
         self._source.on_epoch_begin()
@@ -110,9 +111,9 @@ class InputPosition:
         is_short = is_complete and -(-batches // self._group) * self._group != self.steps_per_epoch
         self.next_start = self._start_after(self.start + batches, is_short=is_short)
 
-    def leave(self, index: int, batches: int) -> None:
+    def end_epoch(self, index: int, batches: int) -> None:
         """End epoch `index`, which read `batches` batches."""
-        length = self._source.num_batches or self.counted
+        length = self._source.num_batches or self.counted_batches
         if length is not None and self.start + batches >= length:
             # Keras opens the next pass now; if each epoch is a pass, it opens another when the epoch starts.
             self.draw_as_keras()
@@ -125,7 +126,7 @@ class InputPosition:
         the PyDataset's `on_epoch_end` there, which may reshuffle it."""
         self.next_start = 0
         self._is_open = False
-        self.is_reset = True
+        self.skips_reset = True
         self._order.reset()
         self._source.on_epoch_end()
 
@@ -143,37 +144,37 @@ class InputPosition:
     # Resuming.
 
     @property
-    def running(self) -> InputPlace:
+    def running_epoch(self) -> EpochStart:
         """The place where the running epoch began."""
-        return self._in_pass(self.start)
+        return self._start_in_pass(self.start)
 
     @property
-    def next(self) -> InputPlace:
+    def next_epoch(self) -> EpochStart:
         """The place where the next epoch begins; valid only between two epochs."""
-        return self._in_pass(self.next_start) if self.next_start else self.next_pass
+        return self._start_in_pass(self.next_start) if self.next_start else self.next_pass
 
     @property
-    def next_pass(self) -> InputPlace:
+    def next_pass(self) -> EpochStart:
         """The place where the next epoch begins after a `reset`, as in evaluations; valid only between two epochs."""
         cursor = self._source.cursor
-        return InputPlace(self.pass_key, 0, 0 if cursor is None else cursor.total, self._order.randomness(None))
+        return EpochStart(self.pass_key, 0, 0 if cursor is None else cursor.total, self._order.randomness(None))
 
-    def _in_pass(self, batch: int) -> InputPlace:
+    def _start_in_pass(self, batch: int) -> EpochStart:
         """A place in the running pass."""
         cursor = self._source.cursor
-        taken = 0 if cursor is None else cursor.taken_before
-        return InputPlace(self.pass_key, batch, taken, self._order.randomness(self.pass_key))
+        consumed = 0 if cursor is None else cursor.consumed_before
+        return EpochStart(self.pass_key, batch, consumed, self._order.randomness(self.pass_key))
 
     def end_of(self, start: int) -> int | None:
         """The batch before which an epoch that started at `start` ends; None if unknown."""
         return epoch_end(start, self._source.num_batches, self.steps_per_epoch)
 
-    def batches_from(self, place: InputPlace) -> int | None:
+    def batches_from(self, place: EpochStart) -> int | None:
         """Number of batches in an epoch that starts at `place`; None if unknown."""
         stop = self.end_of(place.batch)
         return None if stop is None else stop - place.batch
 
-    def place_of(self, index: int, first: int) -> InputPlace | None:
+    def start_of_epoch(self, index: int, first: int) -> EpochStart | None:
         """The place where epoch `index` begins in a training that began with epoch `first`; None if the length of the
         data is unknown."""
         if self._source.num_batches is None:
@@ -184,9 +185,9 @@ class InputPosition:
             stop = self.end_of(start)
             assert stop is not None
             start = self._start_after(stop, is_short=stop - start != self.steps_per_epoch)
-        return InputPlace(began if start else index, start)
+        return EpochStart(began if start else index, start)
 
-    def resume_epoch(self, place: InputPlace, done: int) -> None:
+    def resume_epoch(self, place: EpochStart, done: int) -> None:
         """Move into an epoch that another process began at `place`, after `done` batches.
 
         Raises: ConfigurationError if the order of the data depends on generators other than in that process.
@@ -194,19 +195,19 @@ class InputPosition:
         self.pass_key, self.start = place.pass_key, place.batch
         self._resume(place, done)
 
-    def resume_between_epochs(self, place: InputPlace) -> None:
+    def resume_between_epochs(self, place: EpochStart) -> None:
         """Move to the place of another process between two epochs."""
         self.pass_key, self.next_start = place.pass_key, place.batch
         self._resume(place, 0)
 
-    def _resume(self, place: InputPlace, done: int) -> None:
-        self.is_reset = True  # a reset would start a new pass
+    def _resume(self, place: EpochStart, done: int) -> None:
+        self.skips_reset = True  # a reset would start a new pass
         batches = place.batch + done
         # At the start of a pass, other data may start with their own order.
-        if place.randomness is not None and not self._order.continue_with(place.randomness) and batches:
+        if place.randomness is not None and not self._order.restore_randomness(place.randomness) and batches:
             raise ConfigurationError(
                 "The data draw the order of a pass from other random generators than those with which this pass began, "
                 "so training cannot continue in the middle of it. Pass the same data."
             )
         if self._source.cursor is not None:
-            self._source.cursor.resume(place.pass_key, batches, place.taken)
+            self._source.cursor.resume(place.pass_key, batches, place.consumed)

@@ -44,7 +44,7 @@ class InputRequest:
         shuffling: Agreement of the ranks on the orders of passes over arrays, PyDatasets and map-style DataLoaders.
             None: orders depend only on `seed` and the epoch, so they are equal on all ranks.
         steps_per_execution: Number of batches that Keras takes at once; see `InputPosition`.
-        repeated: Number of repeated elements of a generator; see `StreamCursor`.
+        replayed: Number of elements of a generator that begin each pass; see `StreamCursor`.
         opens_as_keras: Whether to open one more pass than is read if Keras's `fit` does.
     """
 
@@ -61,7 +61,7 @@ class InputRequest:
     seed: int = 0
     shuffling: OrderAgreement | None = None
     steps_per_execution: int = 1
-    repeated: int = data_adapters.NUM_BATCHES_FOR_SHAPES
+    replayed: int = data_adapters.NUM_BATCHES_FOR_SHAPES
     opens_as_keras: bool = True
 
     def __post_init__(self) -> None:

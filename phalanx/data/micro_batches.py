@@ -30,14 +30,14 @@ class MicroBatch(NamedTuple):
     share: float
 
 
-def numbers_of(size: int, count: int, rank: int, world_size: int) -> tuple[int, int]:
+def micro_batch_range(size: int, count: int, rank: int, world_size: int) -> tuple[int, int]:
     """The micro-batches of a global batch that a rank computes: `start` to `stop`.
 
     Args:
         size: Size of the global batch. Below `count`, there is one micro-batch for each sample.
         count: Number of micro-batches in all other global batches.
 
-    >>> [numbers_of(100, 24, rank, 5) for rank in range(5)]
+    >>> [micro_batch_range(100, 24, rank, 5) for rank in range(5)]
     [(0, 4), (4, 9), (9, 14), (14, 19), (19, 24)]
     """
     # Whole micro-batches, so that none depends on the number of ranks; ranks may differ by one.
@@ -47,8 +47,8 @@ def numbers_of(size: int, count: int, rank: int, world_size: int) -> tuple[int, 
 
 def sizes_of_ranks(size: int, count: int, world_size: int) -> tuple[int, ...]:
     """The number of samples in the micro-batches of each rank."""
-    ranges = (numbers_of(size, count, rank, world_size) for rank in range(world_size))
-    return tuple(_first(size, count, stop) - _first(size, count, start) for start, stop in ranges)
+    ranges = (micro_batch_range(size, count, rank, world_size) for rank in range(world_size))
+    return tuple(_first_row(size, count, stop) - _first_row(size, count, start) for start, stop in ranges)
 
 
 def cut_micro_batches(
@@ -58,16 +58,16 @@ def cut_micro_batches(
 
     Args:
         data: The global batch.
-        size, count, rank, world_size: See `numbers_of`.
+        size, count, rank, world_size: See `micro_batch_range`.
     """
     found = []
-    for number in range(*numbers_of(size, count, rank, world_size)):
-        low, high = _first(size, count, number), _first(size, count, number + 1)
+    for number in range(*micro_batch_range(size, count, rank, world_size)):
+        low, high = _first_row(size, count, number), _first_row(size, count, number + 1)
         found.append(MicroBatch(number, _rows(data, low, high), (high - low) / size))
     return tuple(found) or (MicroBatch(-1, _rows(data, 0, 1), 0.0),)
 
 
-def _first(size: int, count: int, number: int) -> int:
+def _first_row(size: int, count: int, number: int) -> int:
     """The first row of a micro-batch. Sizes differ by at most one, and the larger ones are spread evenly."""
     return number * size // min(count, size)
 

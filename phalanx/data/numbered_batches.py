@@ -32,7 +32,7 @@ class NumberedBatches:
     def passes(self) -> StreamCursor | None:
         """The cursor of a stream, if the order of a pass depends on the number of passes; else None."""
         cursor = self._source.cursor
-        return None if cursor is None or cursor.opened is None else cursor
+        return None if cursor is None or cursor.pass_counter is None else cursor
 
     @property
     def pass_key(self) -> int:
@@ -42,13 +42,13 @@ class NumberedBatches:
     def start_epoch(self, index: int) -> int | None:
         """Start epoch `index`, and return its number of batches; None if unknown."""
         position, self._index = self.sharded.position, index
-        position.enter(index)
+        position.start_epoch(index)
         if self._source.traits.is_random_access:
             # Draw the order of the epoch now, on every worker: the chief sends it when it opens the epoch.
             self._source.read(position.pass_key, position.start, position.end_of(position.start))
         elif position.start == 0:
             self._stream, self._read = self._source.read(position.pass_key, 0, None), 0
-        return position.batches_from(position.running)
+        return position.batches_from(position.running_epoch)
 
     def batch(self, number: int) -> LocalBatch | None:
         """Return batch `number` of the epoch; None if the data ends before it.
@@ -70,7 +70,7 @@ class NumberedBatches:
         self.sharded.position.advance(steps, is_complete=True)
         if self.sharded.position.next_start == 0 and self.passes is not None:
             self.passes.leave_pass()
-        self.sharded.position.leave(self._index, steps)
+        self.sharded.position.end_epoch(self._index, steps)
 
     def restart(self) -> None:
         """Start a new pass in the next epoch, in a newly agreed order, because another process has started over."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.arrays.tree import map_leaves
-from phalanx.data.batch_split import LocalBatch, cut
+from phalanx.data.batch_split import LocalBatch, split_share
 from phalanx.data.dataset_elements import Array, to_numpy
 from phalanx.data.input_request import TWO_WEIGHTS, InputRequest
 from phalanx.data.source import Source, SourceTraits
@@ -23,7 +23,7 @@ from phalanx.keras_compat import data_adapters
 _KIND = "PyDataset"
 
 
-class _Failure:
+class _CapturedError:
     """An exception of `__getitem__`, returned as a value: raised in a worker, it would leave Keras's pool only partly
     stopped."""
 
@@ -57,15 +57,15 @@ class _Reader:
     def num_batches(self) -> int:
         return len(self._positions)
 
-    def __getitem__(self, index: int) -> LocalBatch | _Failure:
+    def __getitem__(self, index: int) -> LocalBatch | _CapturedError:
         try:
             return self.share(index)
         except Exception as error:
-            return _Failure(error, self._across_processes)
+            return _CapturedError(error, self._across_processes)
 
     def share(self, index: int) -> LocalBatch:
         batch = standardize(self._dataset[int(self._positions[index])], self._class_weight)
-        return cut(map_leaves(to_numpy, batch), self._rank, self._world_size, _KIND, copies=True)
+        return split_share(map_leaves(to_numpy, batch), self._rank, self._world_size, _KIND, copies=True)
 
 
 def standardize(batch: Any, class_weight: dict[int, float] | None) -> Any:
@@ -125,7 +125,7 @@ class PyDatasetSource(Source):
         return None if length is None else int(length)
 
     def read(self, key: int, start: int, stop: int | None) -> Iterator[LocalBatch]:
-        self._learn_shapes(0)
+        self._read_shape_batches(0)
         positions: Sequence[int] | Array
         if self.num_batches is None:
             positions = range(start, sys.maxsize if stop is None else stop)
@@ -151,7 +151,7 @@ class PyDatasetSource(Source):
         done = 0
         try:
             for item in itertools.islice(enqueuer.get(), count):
-                if isinstance(item, _Failure):
+                if isinstance(item, _CapturedError):
                     raise item.error
                 done += 1
                 yield item
@@ -174,10 +174,10 @@ class PyDatasetSource(Source):
         if restart and request.shuffle and request.shuffling is not None and count is not None:
             _shuffled(count)  # before building the model, which may draw from the same generator
         share = self._reader([0]).share(0)
-        self._learn_shapes(1)
+        self._read_shape_batches(1)
         return share
 
-    def _learn_shapes(self, start: int) -> None:
+    def _read_shape_batches(self, start: int) -> None:
         """Read the batches that Keras on TensorFlow reads first, once: a dataset may draw random numbers for each
         batch.
 

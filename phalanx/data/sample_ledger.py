@@ -14,7 +14,7 @@ from phalanx.data.sharded_input import ShardedInput
 from phalanx.errors import ConfigurationError, FrameError
 from phalanx.transport.decoding import decode_message
 
-MIN_LIMIT_BYTES, MAX_EPOCHS = 2**30, 10_000
+MIN_SIZE_LIMIT_BYTES, MAX_EPOCHS = 2**30, 10_000
 """Limits of a ledger's size: the number of bytes, or the size for this number of epochs, whichever is larger."""
 
 Array = np.ndarray[Any, Any]
@@ -44,7 +44,7 @@ class SampleLedger:
         self._held: dict[str, list[Array]] = {}  # by task: samples of steps not merged yet
 
     @classmethod
-    def of(cls, source: ShardedInput) -> SampleLedger | None:
+    def create(cls, source: ShardedInput) -> SampleLedger | None:
         """Create the ledger of an input; None if its samples have no numbers (streams)."""
         samples = source.samples
         cls._newest = None if samples is None else cls(samples)
@@ -55,7 +55,7 @@ class SampleLedger:
         """The ledger of the last `fit` in this process."""
         return cls._newest
 
-    def note(self, source: ShardedInput, step: int, sizes: tuple[int, ...]) -> bool:
+    def count_step(self, source: ShardedInput, step: int, sizes: tuple[int, ...]) -> bool:
         """Count an applied step of the running epoch, in which the ranks had parts of these sizes.
 
         Returns: whether the samples have numbers; otherwise there is no ledger from now on.
@@ -65,10 +65,10 @@ class SampleLedger:
             self._count(rows)
         return rows is not None
 
-    def hold(self, source: ShardedInput, step: int, sizes: tuple[int, ...], tasks: Sequence[str]) -> bool:
+    def hold_local_step(self, source: ShardedInput, step: int, sizes: tuple[int, ...], tasks: Sequence[str]) -> bool:
         """Hold back a local step of each rank, not merged yet. `tasks` are the tasks of the ranks.
 
-        Returns: see `note`.
+        Returns: see `count_step`.
         """
         rows = self._rows(source, step, sizes)
         if rows is not None:
@@ -88,7 +88,7 @@ class SampleLedger:
     def _count(self, rows: Array) -> None:
         np.add.at(self._running, rows, np.uint8(1))  # `+= 1` would count a sample drawn twice for a batch only once
 
-    def release(self, tasks: Sequence[str]) -> None:
+    def count_held(self, tasks: Sequence[str]) -> None:
         """Count the held steps of these tasks, which were merged. Held steps of other tasks are lost."""
         for task in tasks:
             for rows in self._held.get(task, []):
@@ -111,21 +111,21 @@ class SampleLedger:
         """
         try:
             # Bounded, because a few bytes may expand to any size.
-            expanded = zlib.decompressobj().decompress(content, max(MIN_LIMIT_BYTES, self.samples * MAX_EPOCHS))
+            expanded = zlib.decompressobj().decompress(content, max(MIN_SIZE_LIMIT_BYTES, self.samples * MAX_EPOCHS))
             other = decode_message(expanded, _Encoded)
         except (zlib.error, FrameError) as error:
             raise FrameError(f"A sample ledger cannot be read: {error}") from error
         self.epochs = {epoch: np.frombuffer(counts, np.uint8).copy() for epoch, counts in other.epochs.items()}
         self._running = np.frombuffer(other.running, np.uint8).copy()
 
-    def frozen(self) -> SampleLedger:
+    def snapshot(self) -> SampleLedger:
         """A copy of the current state, for another thread."""
         ledger = SampleLedger(self.samples)
         ledger.epochs = dict(self.epochs)  # counts of finished epochs no longer change
         ledger._running = self._running.copy()
         return ledger
 
-    def readable(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """The finished epochs as JSON types: `runs` are `[first sample, last sample, times]`."""
         epochs = {}
         for epoch, counts in self.epochs.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data.batch_split import LocalBatch, stand_in
+from phalanx.data.batch_split import LocalBatch, make_placeholder
 from phalanx.data.dataset_elements import Array, ElementStructure, unpack
 from phalanx.data.input_description import InputDescription
 from phalanx.data.input_position import InputPosition
@@ -55,7 +55,7 @@ class ShardedInput:
         position: The position of the running epoch and the next one in the data.
         description: The description of the input for messages.
         structure: The structure of the dataset's elements that have been read.
-        form: The structure in which Keras takes them, if it differs.
+        keras_structure: The structure in which Keras takes them, if it differs.
         may_be_empty: Whether data without any batch is allowed, as for validation data of Keras's `fit`.
     """
 
@@ -68,7 +68,7 @@ class ShardedInput:
         self.position = InputPosition(source, steps, group=request.steps_per_execution, draws=draws)
         self.description = InputDescription(source, steps, request.world_size)
         self.structure = ElementStructure.PARTS
-        self.form: ElementStructure | None = None
+        self.keras_structure: ElementStructure | None = None
         self.may_be_empty = False
         self._is_divided = source.traits.policy is AutoShardPolicy.DATA  # else each rank reads its own data
         self._rank, self._world_size = request.rank, request.world_size
@@ -87,7 +87,7 @@ class ShardedInput:
         length counts them (except for per-rank pipelines, which may differ)."""
         if self._steps is not None:
             return self._steps
-        return self.position.counted if self.source.num_batches is None else self.source.num_batches
+        return self.position.counted_batches if self.source.num_batches is None else self.source.num_batches
 
     @property
     def is_uniform(self) -> bool:
@@ -96,10 +96,10 @@ class ShardedInput:
         return self.source.traits.is_uniform
 
     @property
-    def probe(self) -> Array:
+    def sampled_values(self) -> Array:
         """Numbers sampled from the data, by which ranks compare their inputs; empty for data that cannot be
         inspected."""
-        return self.source.probe if self._is_divided else np.zeros(0)
+        return self.source.sampled_values if self._is_divided else np.zeros(0)
 
     @property
     def samples(self) -> int | None:
@@ -149,7 +149,7 @@ class ShardedInput:
             with _reading(self.source):
                 self.source.cursor.read_first()
 
-    def stand_in(self) -> LocalBatch:
+    def placeholder_batch(self) -> LocalBatch:
         """Return a batch of size 0 with this input's shapes and dtypes, for a rank that ran out of data before others.
 
         Raises: ConfigurationError if this rank has no data at all.
@@ -160,20 +160,20 @@ class ShardedInput:
                 share = self.source.peek()
             except StopIteration:
                 raise self.description.empty_error(self._rank) from None
-        return self.local_batch(LocalBatch(stand_in(share.data), 0, None, None))
+        return self.local_batch(LocalBatch(make_placeholder(share.data), 0, None, None))
 
     def local_batch(self, share: LocalBatch) -> LocalBatch:
         """Convert a share to the form that training takes."""
         self.structure, data = unpack(share.data)
-        if self.form is not None:
-            self.structure = self.form
+        if self.keras_structure is not None:
+            self.structure = self.keras_structure
         return share._replace(data=data, global_size=share.global_size if self._is_divided else None)
 
-    def enter(self, index: int) -> None:
+    def start_epoch(self, index: int) -> None:
         """Start epoch `index`; `epoch(index, 0)` then yields its batches."""
         self.read_first()
         with _reading(self.source):
-            self.position.enter(index)
+            self.position.start_epoch(index)
 
     def epoch(self, index: int, done: int | None = None) -> Generator[LocalBatch, None, None]:
         """Yield the local batches of epoch `index`.
@@ -194,7 +194,7 @@ class ShardedInput:
         """Like `epoch`, with elements in the structure of the dataset."""
         position = self.position
         if done is None:
-            self.enter(index)
+            self.start_epoch(index)
         seen, is_complete = done or 0, False
         try:
             for share in self._read(done or 0):
@@ -204,7 +204,7 @@ class ShardedInput:
             is_complete = True
         finally:  # even if the reader closes this generator: the next epoch then continues where it stopped
             position.advance(seen, is_complete=is_complete)
-        position.leave(index, seen)
+        position.end_epoch(index, seen)
         self._check_end(index, seen)
 
     def _read(self, done: int) -> Iterator[LocalBatch]:
@@ -212,7 +212,7 @@ class ShardedInput:
         # In the caller's thread, and not ahead of time, as in Keras: reading may be bound to a thread, call a model of
         # the job, or depend on what the previous step has changed.
         shares = self.source.read(self.position.pass_key, start + done, self.position.end_of(start))
-        if self.source.traits.is_read_alike:
+        if self.source.traits.is_read_by_all_ranks:
             yield from shares
             return
         while True:
@@ -231,7 +231,7 @@ class ShardedInput:
         if seen == 0 and self._last is None and not self.may_be_empty:
             raise self.description.empty_error(self._rank)
         if steps is None and seen:
-            self.position.counted = seen
+            self.position.counted_batches = seen
         elif self._rank == 0 and seen < (steps or 1):
             warnings.warn(
                 f"Your input ran out of data in epoch {index + 1}, after {seen} batches where "
@@ -243,7 +243,7 @@ class ShardedInput:
 
     # Elastic jobs.
 
-    def regroup(self, rank: int, world_size: int, *, repeat: bool = False) -> None:
+    def reshard(self, rank: int, world_size: int, *, repeat: bool = False) -> None:
         """Read for another rank and world size from now on. No iterator of an epoch may be open.
 
         Args:
@@ -255,7 +255,7 @@ class ShardedInput:
         self._rank, self._world_size = rank, world_size
         self.description = replace(self.description, world_size=world_size)
         if self._is_divided:
-            self.source.regroup(rank, world_size)
+            self.source.reshard(rank, world_size)
         if repeat and self.source.cursor is not None:
             self.source.cursor.repeat()
 
@@ -282,4 +282,4 @@ class ShardedInput:
 
 def _reading(source: Source) -> AbstractContextManager[None]:
     """Context for all code that reads data."""
-    return nullcontext() if source.traits.is_read_alike else reading_rank_local_data(source.traits.kind)
+    return nullcontext() if source.traits.is_read_by_all_ranks else reading_rank_local_data(source.traits.kind)

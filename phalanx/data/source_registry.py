@@ -83,7 +83,7 @@ def make_source(request: InputRequest) -> Source:
     return source
 
 
-def unaccepted(request: InputRequest) -> TypeError:
+def unsupported_input_error(request: InputRequest) -> TypeError:
     """The error for an input of no known kind."""
     x = request.x
     advice = ""

@@ -40,12 +40,12 @@ RESEED_LIMIT_BYTES = 1 << 30
 """Largest in-memory data for which a dataset is serialized to seed its shuffles: protobuf is limited to 2 GiB, and
 intermediate copies take about five times the size of the data."""
 
-_DRAWS = (
+_RANDOM_OP_PREFIXES = (
     *("Random", "ParameterizedTruncatedNormal", "TruncatedNormal", "Multinomial"),
     *("Rng", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal", "StatefulRandom"),
 )
 """Prefixes of operations that draw from random generators of TensorFlow."""
-_WRITES = "Assign"
+_ASSIGN_OP_PREFIX = "Assign"
 """Prefix of operations that may write the seed of a Keras layer."""
 
 _LARGE_CONSTANT_BYTES = 1 << 16
@@ -88,28 +88,28 @@ def make_source(request: InputRequest) -> StreamSource:
         is_uniform=by_rows and length is not None,
         is_endless=int(counted.cardinality()) == tf.data.INFINITE_CARDINALITY,
         is_compared=by_rows,
-        is_read_alike=by_rows,
+        is_read_by_all_ranks=by_rows,
         fixed_size=_fixed_size(dataset.element_spec),
         describe_share=None if by_rows else partial(_describe_share, policy, files, world_size),
     )
-    opened = _opened_iterators(request, sharded, length)
+    counter = _iterator_counter(request, sharded, length)
 
     # `dataset` is kept alive, because the functions that a serialized graph calls live only as long.
     def open_pass(key: int, original: Any = dataset) -> Iterator[Any]:
-        for number, element in enumerate(_elements(read_ahead, opened), 1):
-            if number == length and opened.each > 1:
-                opened.iterate(read_ahead)
+        for number, element in enumerate(_elements(read_ahead, counter), 1):
+            if number == length and counter.opened_per_pass > 1:
+                counter.iterate(read_ahead)
             yield element
 
     source = StreamSource(
         open_pass,
         traits,
         request,
-        open_first=lambda: _elements(_read_in_turn(sharded), opened),
+        open_first=lambda: _elements(_without_read_ahead(sharded), counter),
         num_batches=length,
         copies=False,
     )
-    source.cursor.opened = opened
+    source.cursor.pass_counter = counter
     return source
 
 
@@ -161,7 +161,7 @@ def _divide(
         reason = "the dataset's options or the caller say DATA"
     else:
         reason = "so its batches are those of one process"
-    return _same_everywhere(dataset, request.seed, _is_shared(request)), AutoShardPolicy.DATA, reason
+    return _with_equal_order(dataset, request.seed, _is_shared(request)), AutoShardPolicy.DATA, reason
 
 
 def _is_shared(request: InputRequest) -> bool:
@@ -212,7 +212,7 @@ def _auto_sharded(dataset: Any, policy: AutoShardPolicy, rank: int, world_size: 
     return distribute._AutoShardDataset(rebatched, world_size, rank, world_size)
 
 
-def _same_everywhere(dataset: Any, seed: int, is_shared: bool) -> Any:
+def _with_equal_order(dataset: Any, seed: int, is_shared: bool) -> Any:
     """The dataset with its elements in the same order on every rank, where possible."""
     if is_shared:
         if _has_unseeded_shuffle(dataset) and _bytes_in_memory(dataset) <= RESEED_LIMIT_BYTES:
@@ -223,7 +223,7 @@ def _same_everywhere(dataset: Any, seed: int, is_shared: bool) -> Any:
     return dataset
 
 
-def _read_in_turn(dataset: Any) -> Any:
+def _without_read_ahead(dataset: Any) -> Any:
     """The dataset without threads that read ahead: in `shuffle(seed=1).repeat()`, they may start a second shuffle,
     which consumes random numbers, either before or after another iterator starts its first."""
     options = tf.data.Options()
@@ -232,20 +232,20 @@ def _read_in_turn(dataset: Any) -> Any:
     return dataset.with_options(options)
 
 
-class OpenedIterators:
+class IteratorCounter:
     """Counts the iterators created over a dataset, including those of earlier calls: a shuffle chooses a different
     order for each, which follows from its seed and the number of iterators.
 
     Args:
         dataset: The dataset from which all iterated datasets are derived.
-        each: Number of iterators that a whole pass opens: Keras may open another one at its end.
+        opened_per_pass: Number of iterators that a whole pass opens: Keras may open another one at its end.
         in_order: Whether iterators draw random numbers in order; see `_drawing_in_order`.
     """
 
     _counts: ClassVar[weakref.WeakKeyDictionary[Any, int]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, dataset: Any, each: int, *, in_order: bool) -> None:
-        self.each = each
+    def __init__(self, dataset: Any, opened_per_pass: int, *, in_order: bool) -> None:
+        self.opened_per_pass = opened_per_pass
         self._dataset = dataset
         self._in_order = in_order
 
@@ -266,13 +266,13 @@ class OpenedIterators:
             self.iterate(self._dataset)
 
 
-def _opened_iterators(request: InputRequest, sharded: Any, length: int | None) -> OpenedIterators:
+def _iterator_counter(request: InputRequest, sharded: Any, length: int | None) -> IteratorCounter:
     """The iterators over what was derived from the request's dataset, of this length."""
     opens_another = length is not None and request.steps_per_epoch is None and request.opens_as_keras
-    each = 2 if opens_another and data_adapters.opens_one_more_pass("tensorflow") else 1
+    opened_per_pass = 2 if opens_another and data_adapters.opens_one_more_pass("tensorflow") else 1
     is_inside = any(part is request.x for part in _with_inputs(sharded))
     in_order = _is_shared(request) and _draws_in_threads(sharded)
-    return OpenedIterators(request.x if is_inside else sharded, each, in_order=in_order)
+    return IteratorCounter(request.x if is_inside else sharded, opened_per_pass, in_order=in_order)
 
 
 @contextmanager
@@ -297,9 +297,9 @@ def _draws_in_threads(dataset: Any) -> bool:
     """Whether threads race for seeded random numbers: without a seed, processes draw different numbers anyway, and
     TensorFlow refuses to draw in order."""
     operations = _operations_in_threads(dataset)
-    if any(name.startswith(_DRAWS) for name in operations):
+    if any(name.startswith(_RANDOM_OP_PREFIXES) for name in operations):
         return context.global_seed() is not None
-    return any(name.startswith(_WRITES) for name in operations)
+    return any(name.startswith(_ASSIGN_OP_PREFIX) for name in operations)
 
 
 def _operations_in_threads(dataset: Any) -> set[str]:
@@ -314,10 +314,10 @@ def _operations_in_threads(dataset: Any) -> set[str]:
     return {name for name, definition in known.items() if definition is not None and definition.is_stateful}
 
 
-def _elements(dataset: Any, opened: OpenedIterators) -> Iterator[Any]:
+def _elements(dataset: Any, counter: IteratorCounter) -> Iterator[Any]:
     already_exists = tf.errors.AlreadyExistsError  # the module may be gone when the interpreter closes the generator
     try:
-        for element in opened.iterate(dataset):
+        for element in counter.iterate(dataset):
             yield map_leaves(to_numpy, element)
     except already_exists as error:
         raise ConfigurationError(

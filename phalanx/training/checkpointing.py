@@ -187,12 +187,12 @@ class FitCheckpointing:
         variables = variables_beyond_weights(model)
         # Copies, made now: on JAX the next step donates the arrays, on PyTorch it writes into them.
         snapshot.variables = [host_copy(variable) for variable in variables]
-        frozen = None if ledger is None else ledger.frozen()
+        ledger_copy = None if ledger is None else ledger.snapshot()
 
         def finish() -> Mapping[str, Any]:
-            if frozen is not None:
-                snapshot.ledger = frozen.encoded()
-                self._write_ledger(frozen)
+            if ledger_copy is not None:
+                snapshot.ledger = ledger_copy.encoded()
+                self._write_ledger(ledger_copy)
             return {STATE: base64.b64encode(encode(vars(snapshot))).decode()}
 
         return model, snapshot.applied, finish
@@ -201,5 +201,5 @@ class FitCheckpointing:
         if len(ledger.epochs) == self._epochs_in_ledger:
             return
         with contextlib.suppress(OSError), self._resumption.directory.claim.writing():
-            write_ledger(self._resumption.ledger, ledger.readable())  # if this fails, so does the checkpoint
+            write_ledger(self._resumption.ledger, ledger.as_dict())  # if this fails, so does the checkpoint
             self._epochs_in_ledger = len(ledger.epochs)

@@ -154,9 +154,9 @@ class ElasticRecovery:
         if self._state.batches is not None:
             self._state.batches.regroup()
         else:
-            self._state.source.regroup(*part)
+            self._state.source.reshard(*part)
         if self._state.validation is not None:
-            self._state.validation.regroup(*part)
+            self._state.validation.reshard(*part)
 
     def _become_chief(self) -> None:
         """Start what only a chief does: progress, files."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.checkpoint.callback_state import CallbackStateTracker, restore_states
 from phalanx.checkpoint.result_encoding import as_plain_value, plain_history
-from phalanx.data.input_position import InputPlace
+from phalanx.data.input_position import EpochStart
 from phalanx.data.sample_ledger import SampleLedger
 from phalanx.engines.random_state import State, random_state, set_random_state
 from phalanx.training import state_sync
@@ -40,8 +40,8 @@ class FitPosition:
 
     epoch: int
     step: int
-    place: InputPlace
-    validation_place: InputPlace | None = None
+    place: EpochStart
+    validation_place: EpochStart | None = None
     epochs: list[int]
     history: dict[str, list[Any]]
     logs: dict[str, Any]
@@ -50,9 +50,9 @@ class FitPosition:
     applied: int = 0
 
     def __post_init__(self) -> None:
-        self.place = InputPlace(*self.place)  # decoded ones are plain tuples
+        self.place = EpochStart(*self.place)  # decoded ones are plain tuples
         if self.validation_place is not None:
-            self.validation_place = InputPlace(*self.validation_place)
+            self.validation_place = EpochStart(*self.validation_place)
 
 
 class FitRecorder:
@@ -67,7 +67,7 @@ class FitRecorder:
     """
 
     def __init__(self, replica_model: ReplicaModel, state: ReplicaFitState, *, is_continuable: bool) -> None:
-        self.ledger = SampleLedger.of(state.source) if is_continuable else None
+        self.ledger = SampleLedger.create(state.source) if is_continuable else None
         self.applied = 0
         self._model = replica_model
         self._state = state
@@ -86,18 +86,18 @@ class FitRecorder:
             return
         source, stepper = self._state.source, self._state.stepper
         if stepper.merges_every_step:
-            is_counted = self.ledger.note(source, batch.step, batch.sizes)
+            is_counted = self.ledger.count_step(source, batch.step, batch.sizes)
         else:
             # Not counted as used before the merge: until then, a rank's work would be lost with it.
             tasks = [member.task for member in self._model.replica.communicator.membership.members]
-            is_counted = self.ledger.hold(source, batch.step, batch.sizes, tasks)
+            is_counted = self.ledger.hold_local_step(source, batch.step, batch.sizes, tasks)
         if not is_counted:
             self.ledger = None
 
     def record_merge(self, tasks: Sequence[str]) -> None:
         """Record the merge of the steps that these tasks took independently."""
         if self.ledger is not None and tasks:
-            self.ledger.release(tasks)
+            self.ledger.count_held(tasks)
 
     def end_epoch(self) -> None:
         """Record the end of an epoch."""
@@ -118,7 +118,7 @@ class FitRecorder:
             # `batches` is None exactly between two epochs. The place is then that of the next pass, because the
             # previous one is over for the source, too.
             step=0 if batches is None else batches.done,
-            place=data.next if batches is None else data.running,
+            place=data.next_epoch if batches is None else data.running_epoch,
             validation_place=None if state.validation is None else state.validation.position.next_pass,
             epochs=list(history.epoch),
             history=plain_history(history),

@@ -70,7 +70,7 @@ class ReplicaFitState(FitState):
     def is_last(self, step: int) -> bool | None:
         """Return whether a step is its epoch's last; None if unknown."""
         position, source = self.source.position, self.source.source
-        batches = position.batches_from(position.running)
+        batches = position.batches_from(position.running_epoch)
         if batches is None or source.num_batches is None or source.traits.may_end_early:
             return None
         return step + 1 >= batches

@@ -76,7 +76,7 @@ class JointBatches:
 
     def __init__(self, source: ShardedInput, epoch: int, replica: Replica, done: int | None = None):
         if done is None:
-            source.enter(epoch)  # not later: a checkpoint may need its place before the first batch is read
+            source.start_epoch(epoch)  # not later: a checkpoint may need its place before the first batch is read
         self._source = source
         self._epoch = epoch
         self._replica = replica
@@ -139,7 +139,7 @@ class JointBatches:
         again = self._read > self.done
         self._batches.close()
         # The source may be divided again only while no iterator of it is open.
-        self._source.regroup(*read_part(self._replica), repeat=again)
+        self._source.reshard(*read_part(self._replica), repeat=again)
         self._batches = self._source.epoch(self._epoch, self.done)
         self._read = self.done
         self._compared = self.done + COMPARED_BATCHES
@@ -192,7 +192,7 @@ class JointBatches:
             self._check_same(step, [None if ended else each for ended, _, each in notes.tolist()])
             if batch is None:
                 return None  # only ranks that are behind read on, and end
-        return self._joint((batch or source.stand_in()).data, tuple(notes[:, 1].tolist()), step)
+        return self._joint((batch or source.placeholder_batch()).data, tuple(notes[:, 1].tolist()), step)
 
     def _joint(
         self, data: Any, sizes: tuple[int, ...], step: int, micro_batches: tuple[MicroBatch, ...] = ()

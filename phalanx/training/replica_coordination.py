@@ -11,7 +11,7 @@ import keras
 from phalanx.checkpoint.backup_and_restore import step_of_backup
 from phalanx.checkpoint.callback_state import append_to_log_files
 from phalanx.checkpoint.result_encoding import as_plain_value
-from phalanx.data.input_position import InputPlace
+from phalanx.data.input_position import EpochStart
 from phalanx.keras_compat.model_state import (
     logs_differ_from_metrics,
     logs_of_empty_epoch,
@@ -87,13 +87,15 @@ class ReplicaCoordination:
             self._replica_model.merge.synchronize()
 
         self._retry(synchronize)
-        place = source.position.place_of(state.epoch, first) if step else None
+        place = source.position.start_of_epoch(state.epoch, first) if step else None
         if place is None:
             return
         # The backup is from the epoch's last step: the epoch is over, but Keras has not counted it.
         if step == source.position.batches_from(place):
             state.epoch += 1
-            source.position.resume_between_epochs(source.position.place_of(state.epoch, first) or InputPlace(0, 0))
+            source.position.resume_between_epochs(
+                source.position.start_of_epoch(state.epoch, first) or EpochStart(0, 0)
+            )
         else:
             self._model.reset_metrics()
             restart_epoch(self._replica_model, state)

@@ -148,8 +148,9 @@ class ReplicaModel:
         if method == "predict_on_batch":
             self.prepare_to_predict(source, method)
         else:
-            source.form = unpack((x, y, sample_weight))[0]  # Keras's steps receive all three here, including None
-            self.prepare(source, method).expect(source.form)
+            # Keras's steps receive all three here, including None.
+            source.keras_structure = unpack((x, y, sample_weight))[0]
+            self.prepare(source, method).expect(source.keras_structure)
         if not self._is_synchronized:
             state_sync.synchronize(self.model, self.replica)
             self._is_synchronized = True
@@ -166,7 +167,7 @@ class ReplicaModel:
         replica = self.replica
 
         def regroup() -> None:
-            source.regroup(*read_part(replica))
+            source.reshard(*read_part(replica))
 
         if replica.elastic is None:
             return action()

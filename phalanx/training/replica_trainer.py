@@ -139,7 +139,7 @@ class ReplicaTrainer:
 
         def run() -> Any:
             source = replica_model.shard(x, None, None, batch_size=batch_size, steps=steps)
-            source.position.is_reset = True
+            source.position.skips_reset = True
             self._wait_for_result()
             replica_model.prepare_to_predict(source, "predict")
             replica_model.synchronize()

@@ -180,7 +180,7 @@ def test_peek_leaves_the_first_batch_in_place():
 
 def test_a_stand_in_has_no_samples_but_the_shapes_of_the_data():
     sharded = shard_input(X, Y, batch_size=4, rank=1, world_size=3, seed=0)
-    batch = sharded.stand_in()
+    batch = sharded.placeholder_batch()
     assert batch.size == 0
     assert batch.data[0].shape == (1, 4)
     assert batch.data[1].shape == (1,)

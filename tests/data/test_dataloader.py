@@ -151,12 +151,12 @@ def test_one_that_comes_later_is_given_the_generators_state_and_so_the_same_orde
     old, late, between = (shard_input(*make(), rank=0, world_size=1, seed=0) for _ in range(3))
     for epoch in range(2):
         list(old.epoch(epoch))
-    between.position.resume_between_epochs(old.position.next)
+    between.position.resume_between_epochs(old.position.next_epoch)
     running = old.epoch(2)
     begun = [next(running), next(running)]
     assert_same_batches([pair(next(between.epoch(2)))], [pair(begun[0])])
     late.peek()
-    late.position.resume_epoch(old.position.running, len(begun))
+    late.position.resume_epoch(old.position.running_epoch, len(begun))
     assert_same_batches(list(map(pair, late.epoch(2, len(begun)))), list(map(pair, running)))
     for epoch in (3, 4):
         assert_same_batches(list(map(pair, late.epoch(epoch))), list(map(pair, old.epoch(epoch))))
@@ -166,13 +166,13 @@ def test_the_order_of_a_pass_cannot_be_continued_from_other_generators():
     seeded, plain = shard_input(KINDS["seeded"](), rank=0, world_size=1), shard_input(loader(), rank=0, world_size=1)
     list(itertools.islice(seeded.epoch(0), 2))
     with pytest.raises(ConfigurationError, match="The data draw the order of a pass from other random generators"):
-        plain.position.resume_epoch(seeded.position.running, 2)
+        plain.position.resume_epoch(seeded.position.running_epoch, 2)
     plain.position.resume_between_epochs(seeded.position.next_pass)  # nothing has been read of it
 
 
 def test_without_generators_of_its_own_a_loader_has_no_state_to_give():
     sharded = shard_input(loader(shuffle=True), rank=0, world_size=1, seed=0)
-    assert sharded.position.running.randomness == sharded.position.next.randomness == b""
+    assert sharded.position.running_epoch.randomness == sharded.position.next_epoch.randomness == b""
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -291,7 +291,7 @@ def test_fingerprints_are_of_the_order():
 
 
 def sample_of(dataset):
-    return shard_input(data.DataLoader(dataset, batch_size=4), rank=0, world_size=2, seed=0).probe
+    return shard_input(data.DataLoader(dataset, batch_size=4), rank=0, world_size=2, seed=0).sampled_values
 
 
 def test_other_subsets_and_other_tensors_are_told_apart():

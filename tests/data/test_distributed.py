@@ -175,9 +175,9 @@ def test_what_one_rank_reads_alone_tells_the_others_nothing():
 
     data = distribute_from_function(function, DatasetDistribution(rank=1, world_size=2, seed=0))
     sharded = shard_input(data, rank=1, world_size=2, seed=0)
-    assert (sharded.samples, sharded.probe.size, sharded.is_in_memory) == (None, 0, False)
+    assert (sharded.samples, sharded.sampled_values.size, sharded.is_in_memory) == (None, 0, False)
     assert sharded.position.next_pass.randomness == b""
-    sharded.regroup(0, 3)
+    sharded.reshard(0, 3)
     assert [batch.size for batch in sharded.epoch(0)] == [4, 4, 3]
     text = sharded.description.explain()
     assert "rank 2 reads all of the torch DataLoader that its own function returned" in text
@@ -262,4 +262,4 @@ def test_a_rank_without_any_data_says_so_when_the_others_have_some():
     source = shard_input(own, rank=1, world_size=2, seed=0)
     assert list(source.epoch(0)) == []
     with pytest.raises(ConfigurationError, match="gave no batch on rank 1 of 2"):
-        source.stand_in()
+        source.placeholder_batch()

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.data import ShardedInput
 from phalanx.data.distributed_dataset import make_per_rank_source
-from phalanx.data.input_position import InputPlace
+from phalanx.data.input_position import EpochStart
 from phalanx.data.input_request import InputRequest
 from phalanx.data.source import SourceTraits, StreamCursor, StreamSource
 from phalanx.errors import ConfigurationError
@@ -180,9 +180,9 @@ def test_what_was_read_in_an_evaluation_can_be_read_again():
         assert [next(walk).data[0][0, 0] for _ in range(2)] == [0, 1]
         walk.close()
         rewind()
-        sharded.regroup(0, 1)
+        sharded.reshard(0, 1)
         assert [(len(batch.data[0]), batch.data[0][0, 0]) for batch in sharded.epoch(0)] == [(4, 0), (4, 1), (4, 2)]
-    assert sharded.position.next_pass.taken == 3
+    assert sharded.position.next_pass.consumed == 3
     assert [batch.data[0][0, 0] for batch in sharded.epoch(1)] == [3, 4, 5], "and the next one goes on after it"
 
 
@@ -190,7 +190,7 @@ def test_of_data_that_others_have_not_begun_nothing_is_read():
     """Another generator may draw from the same random numbers."""
     read = []
     sharded = shard_input((read.append(batch) or batch for batch in endless()), steps_per_epoch=2, rank=0, world_size=2)
-    sharded.position.resume_between_epochs(InputPlace(0, 0))
+    sharded.position.resume_between_epochs(EpochStart(0, 0))
     assert not read
 
 
@@ -232,22 +232,22 @@ def test_one_that_comes_later_reads_the_rest_of_the_same_epoch(epochs, done, ste
         warnings.simplefilter("ignore")  # the data end
         for index in range(epochs):
             list(first.epoch(index))
-        first.enter(epochs)
+        first.start_epoch(epochs)
         walk = first.epoch(epochs, 0)
         begun = values(itertools.islice(walk, done))
-        later.position.resume_epoch(first.position.running, len(begun))
-        assert later.position.running == first.position.running
-        later_still.position.resume_epoch(later.position.running, len(begun))
+        later.position.resume_epoch(first.position.running_epoch, len(begun))
+        assert later.position.running_epoch == first.position.running_epoch
+        later_still.position.resume_epoch(later.position.running_epoch, len(begun))
         assert values(later.epoch(epochs, len(begun))) == values(later_still.epoch(epochs, len(begun))) == values(walk)
-        assert later.position.next == later_still.position.next == first.position.next
-        later_still.position.resume_between_epochs(first.position.next)
+        assert later.position.next_epoch == later_still.position.next_epoch == first.position.next_epoch
+        later_still.position.resume_between_epochs(first.position.next_epoch)
         assert values(later_still.epoch(epochs + 1)) == values(first.epoch(epochs + 1))
 
 
 def test_a_generator_cannot_go_back():
     """A `fit` that failed is tried again with the same distributed dataset."""
     elements = endless()
-    cursor = StreamCursor(lambda key: elements, is_once=True)
+    cursor = StreamCursor(lambda key: elements, is_single_pass=True)
     list(cursor.read(0, 0, 6))
     with pytest.raises(ConfigurationError, match="has been read further than to where training continues"):
         cursor.resume(0, 2, 0)
@@ -256,16 +256,18 @@ def test_a_generator_cannot_go_back():
 def test_whether_batches_are_compared_follows_the_number_of_ranks():
     sharded = shard_input(endless(), steps_per_epoch=2, rank=0, world_size=1, seed=0)
     assert sharded.fingerprint is None
-    sharded.regroup(0, 2)
+    sharded.reshard(0, 2)
     next(sharded.epoch(0))
     assert sharded.fingerprint is not None
     assert isinstance(sharded.fingerprint(), int)
-    sharded.regroup(0, 1)
+    sharded.reshard(0, 1)
     assert sharded.fingerprint is None
 
 
 def test_so_can_what_an_input_function_of_this_rank_made():
-    stream = StreamSource(lambda key: source, SourceTraits("generator", "generator"), InputRequest(None), is_once=True)
+    stream = StreamSource(
+        lambda key: source, SourceTraits("generator", "generator"), InputRequest(None), is_single_pass=True
+    )
     source = endless()
     sharded = ShardedInput(make_per_rank_source(stream), InputRequest(None, rank=0, world_size=2, steps_per_epoch=3))
     with sharded.recording() as rewind:
@@ -274,4 +276,4 @@ def test_so_can_what_an_input_function_of_this_rank_made():
         walk.close()
         rewind()
         assert [batch.data[0][0, 0] for batch in sharded.epoch(0)] == [0, 1, 2]
-    assert sharded.position.next_pass.taken == 3
+    assert sharded.position.next_pass.consumed == 3

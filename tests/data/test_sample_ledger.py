@@ -20,21 +20,21 @@ data = torch.utils.data
 Count = Callable[..., bool]
 
 
-def note(ledger: SampleLedger, *step: Any) -> bool:
-    return ledger.note(*step)
+def count_step(ledger: SampleLedger, *step: Any) -> bool:
+    return ledger.count_step(*step)
 
 
-def hold_and_release(ledger: SampleLedger, *step: Any) -> bool:
-    held = ledger.hold(*step, ["worker/0", "worker/1"])
-    ledger.release(["worker/0", "worker/1"])
+def hold_and_count(ledger: SampleLedger, *step: Any) -> bool:
+    held = ledger.hold_local_step(*step, ["worker/0", "worker/1"])
+    ledger.count_held(["worker/0", "worker/1"])
     return held
 
 
-@pytest.mark.parametrize("count", [note, hold_and_release])
+@pytest.mark.parametrize("count", [count_step, hold_and_count])
 def test_a_sample_that_is_drawn_twice_for_a_batch_is_used_twice(count: Count) -> None:
     samples = data.TensorDataset(torch.arange(4.0).reshape(4, 1), torch.zeros(4))
     source = shard_input(InputRequest(data.DataLoader(samples, batch_size=4, sampler=[2, 2, 0, 2, 1, 2])))
-    ledger = SampleLedger.of(source)
+    ledger = SampleLedger.create(source)
     assert ledger is not None
     for step, batch in enumerate(source.epoch(0)):
         assert count(ledger, source, step, (batch.size - 1, 1))
@@ -63,11 +63,11 @@ class Keys(data.Sampler):
         return iter(self.keys)
 
 
-@pytest.mark.parametrize("count", [note, hold_and_release])
+@pytest.mark.parametrize("count", [count_step, hold_and_count])
 @pytest.mark.parametrize("keys", [[(0, 224), (1, 128), (2, 224)], ["a", "b", "c"], [(0, "a"), "b", (1,)], [10, 20, 30]])
 def test_keys_that_are_no_numbers_of_samples_are_not_counted(keys: list[Any], count: Count) -> None:
     source = shard_input(InputRequest(data.DataLoader(Keyed(), batch_size=3, sampler=Keys(keys))))
-    ledger = SampleLedger.of(source)
+    ledger = SampleLedger.create(source)
     assert ledger is not None
     next(source.epoch(0))
     assert not count(ledger, source, 0, (2, 1))

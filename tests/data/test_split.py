@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data import local_range
-from phalanx.data.batch_split import cut, fingerprint_of, sample_checksum
+from phalanx.data.batch_split import fingerprint_of, sample_checksum, split_share
 from phalanx.data.dataset_elements import ElementStructure, unpack
 from phalanx.data.input_position import epoch_end
 from phalanx.errors import ConfigurationError
@@ -26,7 +26,7 @@ def test_local_ranges_cover_the_batch_in_rank_order_and_differ_by_at_most_one(gl
 @given(st.integers(1, 40), st.integers(1, 9))
 def test_the_shares_of_all_ranks_are_the_element(global_size, world_size):
     element = ({"a": np.arange(global_size)}, np.arange(2.0 * global_size).reshape(-1, 2), None)
-    shares = [cut(element, rank, world_size, "test", copies=False) for rank in range(world_size)]
+    shares = [split_share(element, rank, world_size, "test", copies=False) for rank in range(world_size)]
     assert sum(share.size for share in shares) == global_size
     together = np.concatenate([share.data[1][: share.size] for share in shares])
     np.testing.assert_array_equal(together, element[1])
@@ -46,7 +46,7 @@ def test_the_shares_of_all_ranks_are_the_element(global_size, world_size):
 )
 def test_what_is_no_batch_is_refused(element, message):
     with pytest.raises(ConfigurationError, match=message):
-        cut(element, 0, 2, "The test", copies=False)
+        split_share(element, 0, 2, "The test", copies=False)
 
 
 @pytest.mark.parametrize(

@@ -424,7 +424,7 @@ def test_one_that_comes_later_reads_the_order_of_that_pass(shuffle, epoch, done,
     for _ in range(done + 1):
         expected = next(walk)
     later = make(SHUFFLES[shuffle]())
-    later.position.resume_epoch(member.position.running, done)
+    later.position.resume_epoch(member.position.running_epoch, done)
     found = next(later.epoch(epoch, done))
     np.testing.assert_array_equal(found.data[1], expected.data[1])
 

@@ -21,7 +21,7 @@ def test_an_epoch_has_begun_before_its_first_batch_is_read() -> None:
     for source in (plain, disturbed):
         list(source.epoch(0))
     batches = JointBatches(disturbed, 1, alone())
-    resumed.position.resume_epoch(disturbed.position.running, batches.done)
+    resumed.position.resume_epoch(disturbed.position.running_epoch, batches.done)
     batches.regroup()
     after = JointBatches(resumed, 1, alone(), done=0)
     for batch in plain.epoch(1):

@@ -75,7 +75,7 @@ def compare_samples(source: ShardedInput, replica: Replica) -> None:
     Raises: DisagreementError, if the values differ, or are in another order; see `RankComparison`.
     """
     comparison = RankComparison(replica)
-    samples, expected = replica.communicator.all_gather(source.probe), comparison.reference_rank
+    samples, expected = replica.communicator.all_gather(source.sampled_values), comparison.reference_rank
     difference = comparison.difference([_same(sample, samples[expected]) for sample in samples])
     if difference is not None:
         raise DisagreementError(
@@ -88,7 +88,7 @@ def compare_samples(source: ShardedInput, replica: Replica) -> None:
 def send_input(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
     """On the chief with parameter servers, send what the other workers compare their data with."""
     signature = np.frombuffer(source.description.signature.encode(), np.uint8)
-    worker.broadcast(_INPUT, [signature, source.probe, np.array([fit], np.int64)], fit)
+    worker.broadcast(_INPUT, [signature, source.sampled_values, np.array([fit], np.int64)], fit)
 
 
 def compare_input_with_chief(source: ShardedInput, worker: ParameterServerWorker, fit: int) -> None:
@@ -100,7 +100,7 @@ def compare_input_with_chief(source: ShardedInput, worker: ParameterServerWorker
     # A late worker may receive the message of a later `fit`, if this one is over.
     if message is None or np.frombuffer(message[2], np.int64)[0] != fit:
         return
-    own = source.description.signature, source.probe.tobytes()
+    own = source.description.signature, source.sampled_values.tobytes()
     if why := _difference((bytes(message[0]).decode(), message[1]), own):
         raise DisagreementError(
             f"The workers were given different data: {why} Every worker must pass the same data, of which the first "
@@ -143,7 +143,7 @@ def describe_program(model: Any, call: FitArguments, inputs: Sequence[ShardedInp
     Args:
         inputs: Training data, and validation data if there are any.
     """
-    return [_facts(model, call), [[each.description.signature, each.probe.tobytes()] for each in inputs]]
+    return [_facts(model, call), [[each.description.signature, each.sampled_values.tobytes()] for each in inputs]]
 
 
 def check_chiefs_program(chiefs: list[Any], own: list[Any]) -> None:

@@ -62,7 +62,7 @@ class StreamPasses:
             before = max(cursor.passes_before, last.previous_newest)
             cursor.resume(0, 0, before)
             # The others open a pass as soon as they receive this.
-            self._broadcast(_Passes(before, max(last.newest, before + cursor.each), last.previous_newest))
+            self._broadcast(_Passes(before, max(last.newest, before + cursor.opened_per_pass), last.previous_newest))
         elif (received := worker.receive_broadcast(PASSES, self._fit)) is not None:
             cursor.resume(0, 0, _Passes.of(received[0]).before)
 

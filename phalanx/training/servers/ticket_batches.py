@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.data.batch_split import cut
+from phalanx.data.batch_split import split_share
 from phalanx.data.numbered_batches import BatchNotAvailableError, NumberedBatches
 from phalanx.parameter_server.client.parameter_client import HEAD
 from phalanx.parameter_server.server_messages import EndEpoch, EpochOver, FitOver, NoBatch, RequestSampleOrder, Ticket
@@ -144,7 +144,9 @@ class TicketBatches:
             return None
         # In synchronous training several workers share a batch: each takes the part at its position among the ticket's
         # members.
-        part = cut(batch.data, ticket.members.index(ticket.member), len(ticket.members), "the input", copies=False)
+        part = split_share(
+            batch.data, ticket.members.index(ticket.member), len(ticket.members), "the input", copies=False
+        )
         return TicketBatch(part.data, part.size, part.global_size or part.size, ticket)
 
     def _report_missing(self, ticket: Ticket, *, is_end_of_data: bool) -> None:

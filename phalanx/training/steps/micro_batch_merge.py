@@ -21,7 +21,7 @@ import numpy as np
 
 from phalanx.arrays.tree_sum import TreeSum, nodes_between
 from phalanx.collectives.reduction import wire_dtype
-from phalanx.data.micro_batches import MicroBatch, numbers_of
+from phalanx.data.micro_batches import MicroBatch, micro_batch_range
 from phalanx.engines.engine import GradientRows, UpdateDeferred
 from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout
 from phalanx.errors import UnsupportedError
@@ -175,7 +175,7 @@ class MicroBatchMerge:
         whole = TreeSum(operations)
         world_size = len(gathered[0])  # the replica may already belong to a later generation
         for rank in range(world_size):
-            of_rank = numbers_of(self._global_size, replica.micro_batches, rank, world_size)
+            of_rank = micro_batch_range(self._global_size, replica.micro_batches, rank, world_size)
             for row, (level, index) in enumerate(nodes_between(*of_rank)):
                 whole.add(index, [arrays[rank][row] for arrays in gathered], level)
         return whole.total()
