@@ -34,7 +34,7 @@ def leaves(structure: Any) -> list[Any]:
     return found
 
 
-def map_present(function: Callable[[list[Any]], Sequence[Any]], values: Sequence[Any]) -> list[Any]:
+def map_non_none(function: Callable[[list[Any]], Sequence[Any]], values: Sequence[Any]) -> list[Any]:
     """Apply `function` to the list of the values that are not None, and put the results in their places."""
     mapped = iter(function([value for value in values if value is not None]))
     return [None if value is None else next(mapped) for value in values]

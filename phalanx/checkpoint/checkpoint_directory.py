@@ -38,7 +38,7 @@ from phalanx.checkpoint.step_names import STEP_DIGITS, WEIGHTS_SUFFIX, check_kee
 from phalanx.errors import ConfigurationError
 from phalanx.keras_compat.keras_internals import serialize_weights
 from phalanx.runtime.write_claim import WriteClaim
-from phalanx.storage.files import end_of, list_names, local_copy, put_in_place, read_end, rename, staged
+from phalanx.storage.files import commit_file, list_names, local_copy, read_end, read_end_of, rename, staged_file
 from phalanx.storage.paths import PathArgument, StoragePath, storage_path
 from phalanx.version import __version__
 
@@ -154,8 +154,11 @@ class CheckpointDirectory:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             # The upload takes long and happens outside the claim's lock; only a rename happens under it.
-            with staged(path, lambda file: _write_sealed(file, content, saved_state)) as whole, self.claim.writing():
-                put_in_place(whole, path)
+            with (
+                staged_file(path, lambda file: _write_sealed(file, content, saved_state)) as whole,
+                self.claim.writing(),
+            ):
+                commit_file(whole, path)
             with self.claim.writing():  # again: in a store, another process may have claimed it meanwhile
                 # In this order: `delete_old` keeps the last ones by step, and would delete the one just written if
                 # later ones were still among them.
@@ -251,7 +254,7 @@ def read(path: StoragePath) -> StoredCheckpoint:
     # All from one descriptor: the step may be saved again meanwhile, under the same name.
     with local_copy(path) as copy, open(copy, "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        end = _parse_end(end_of(file, _END_BYTES))
+        end = _parse_end(read_end_of(file, _END_BYTES))
         if end is None:
             raise DamagedCheckpointError(f"{path} is damaged: it has no seal, so it was cut off.")
         digest, length = end

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.checkpoint.step_names import name_of_step, names_by_step
-from phalanx.storage.files import rename, written_ns
+from phalanx.storage.files import modified_ns, rename
 from phalanx.storage.paths import StoragePath
 from phalanx.storage.remote_path import RemotePath
 
@@ -64,7 +64,7 @@ class CheckpointSeries:
         if keep is None:
             return
         abandoned = [path for _, path in self._found(self.suffix + ABANDONED_SUFFIX)]
-        abandoned.sort(key=lambda path: (written_ns(path), path.name))
+        abandoned.sort(key=lambda path: (modified_ns(path), path.name))
         for path in [*(path for _, path in self.by_step()[:-keep]), *abandoned[:-keep]]:
             self._delete(path)
 

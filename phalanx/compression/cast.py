@@ -12,9 +12,9 @@ import numpy as np
 from phalanx.collectives.communicator import Array, Communicator
 from phalanx.collectives.reduction import cast
 from phalanx.compression.base_compression import DType, Merged, State
-from phalanx.compression.flat_arrays import cut, fill
+from phalanx.compression.flat_arrays import pack_into, unpack_views
 
-_WIDER_THAN = 2
+_WIRE_ITEMSIZE = 2
 """Item size in bytes above which arrays are cast."""
 
 
@@ -25,12 +25,12 @@ class _Cast:
     rank's values, and an all-gather of the sums: half the bytes both ways.
     """
 
-    wire: ClassVar[DType]
+    wire_dtype: ClassVar[DType]
     feedback: bool = False
 
     def takes(self, shape: tuple[int, ...], dtype: DType) -> bool:
         """See `Compression.takes`: all arrays of more than 16 bits."""
-        return dtype.itemsize > _WIDER_THAN
+        return dtype.itemsize > _WIRE_ITEMSIZE
 
     def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
         """See `Compression.all_reduce`."""
@@ -39,12 +39,12 @@ class _Cast:
         # Row r is sent to rank r; zeros pad the last rows.
         whole = np.zeros((world_size, -(-size // world_size)), np.float32)
         with np.errstate(over="ignore"):  # Values out of range become infinite, as on GPUs.
-            fill(whole.reshape(-1), arrays)
-            rows = cast(whole, self.wire)
+            pack_into(whole.reshape(-1), arrays)
+            rows = cast(whole, self.wire_dtype)
         share = communicator.reduce_scatter(rows)
         total = cast(np.concatenate(communicator.all_gather(share)), whole.dtype)
-        own = cut(cast(rows, whole.dtype).reshape(-1), arrays) if self.feedback else arrays
-        return Merged(cut(total, arrays), own, {})
+        own = unpack_views(cast(rows, whole.dtype).reshape(-1), arrays) if self.feedback else arrays
+        return Merged(unpack_views(total, arrays), own, {})
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Float16(_Cast):
         feedback: Whether to keep the rounding error and add it in the next step.
     """
 
-    wire: ClassVar[DType] = np.dtype(np.float16)
+    wire_dtype: ClassVar[DType] = np.dtype(np.float16)
     feedback: bool = False
 
 
@@ -67,5 +67,5 @@ class BFloat16(_Cast):
         feedback: Whether to keep the rounding error and add it in the next step.
     """
 
-    wire: ClassVar[DType] = np.dtype(ml_dtypes.bfloat16)
+    wire_dtype: ClassVar[DType] = np.dtype(ml_dtypes.bfloat16)
     feedback: bool = False

@@ -9,7 +9,7 @@ import numpy as np
 from phalanx.collectives.communicator import Array
 
 
-def fill(flat: Array, arrays: Sequence[Array]) -> None:
+def pack_into(flat: Array, arrays: Sequence[Array]) -> None:
     """Copy the arrays into the beginning of `flat`, converted to its dtype."""
     start = 0
     for array in arrays:
@@ -17,8 +17,8 @@ def fill(flat: Array, arrays: Sequence[Array]) -> None:
         start += array.size
 
 
-def cut(flat: Array, arrays: Sequence[Array]) -> list[Array]:
-    """Views of the arrays that `fill` copied into `flat`, with their shapes."""
+def unpack_views(flat: Array, arrays: Sequence[Array]) -> list[Array]:
+    """Views of the arrays that `pack_into` copied into `flat`, with their shapes."""
     ends = np.cumsum([array.size for array in arrays])
     starts = [0, *ends[:-1]]
     return [flat[a:b].reshape(array.shape) for a, b, array in zip(starts, ends, arrays, strict=True)]

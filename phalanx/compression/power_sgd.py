@@ -42,19 +42,19 @@ CHUNK = 128
 """Number of values of the factors that share a scale: no more than most columns have."""
 SEED = 1
 """Seed of the first Q, which must be equal on all ranks."""
-WORTH = 2
+MIN_COMPRESSION = 2
 """Minimum factor by which the two factors must be smaller than the matrix. Small matrices get a lower rank."""
 DECAY, FLOOR = 0.9, 0.01
 """Weight of the previous mean squares; minimum divisor of a row or column (1 is typical)."""
-INDEPENDENT = 0.03
+MIN_INDEPENDENCE = 0.03
 """Minimum length of the part of a unit row that is orthogonal to the rows before it, for 32-bit products to be
 accurate."""
-LEAST = 1 / 3
+MIN_RANK_SHARE = 1 / 3
 """Minimum rank of a matrix, as a share of the configured rank. Below that, it loses more than it saves."""
 
 
 @dataclass(frozen=True)
-class _Memory:
+class _StackState:
     """The state of k matrices of shape (n, m) before a step, equal on all ranks.
 
     Attributes:
@@ -68,13 +68,13 @@ class _Memory:
     columns: Array
 
     @classmethod
-    def first(cls, count: int, shape: tuple[int, int], rank: int) -> _Memory:
+    def first(cls, count: int, shape: tuple[int, int], rank: int) -> _StackState:
         rows, columns = shape
         right = np.random.default_rng(SEED).standard_normal((count, rank, columns), np.float32)
         return cls(right, np.zeros((count, 1, rows), np.float32), np.zeros((count, 1, columns), np.float32))
 
     @classmethod
-    def of(cls, state: State, shape: tuple[int, int]) -> _Memory:
+    def of(cls, state: State, shape: tuple[int, int]) -> _StackState:
         return cls(*(state[f"{_name(shape)}/{field.name}"] for field in fields(cls)))
 
     def state(self, shape: tuple[int, int]) -> dict[str, Array]:
@@ -92,18 +92,18 @@ class _Stack:
         shape: Rows and columns, (n, m).
         indices: Positions of the matrices among the step's arrays.
         matrices: This rank's matrices.
-        memory: The state before the step.
+        state: The state before the step.
     """
 
     def __init__(
-        self, shape: tuple[int, int], indices: Sequence[int], matrices: Sequence[Array], memory: _Memory
+        self, shape: tuple[int, int], indices: Sequence[int], matrices: Sequence[Array], state: _StackState
     ) -> None:
-        self.shape, self.indices, self._matrices, self._memory = shape, indices, matrices, memory
-        self._rows, self._columns = _beside_the_mean(memory.rows), _beside_the_mean(memory.columns)
+        self.shape, self.indices, self._matrices, self._state = shape, indices, matrices, state
+        self._rows, self._columns = _relative_rms(state.rows), _relative_rms(state.columns)
 
     def left(self) -> Array:
         """This rank's part of P', of shape (k, rank, n)."""
-        return _products(self._memory.right / self._columns, [matrix.T for matrix in self._matrices]) / self._rows
+        return _products(self._state.right / self._columns, [matrix.T for matrix in self._matrices]) / self._rows
 
     def right(self, left: Array) -> Array:
         """This rank's part of Q', of shape (k, rank, m), where P' is `left`."""
@@ -117,11 +117,11 @@ class _Stack:
         """Q' for the unscaled matrices."""
         return right * self._columns
 
-    def after(self, right: Array, factors: tuple[Array, Array]) -> _Memory:
+    def next_state(self, right: Array, factors: tuple[Array, Array]) -> _StackState:
         """The state after a step with these factors of the sums. The mean squares do not need their product."""
         a, b = factors
-        rows = DECAY * self._memory.rows + (1 - DECAY) * _mean_squares(a, b)
-        return _Memory(right, rows, DECAY * self._memory.columns + (1 - DECAY) * _mean_squares(b, a))
+        rows = DECAY * self._state.rows + (1 - DECAY) * _mean_squares(a, b)
+        return _StackState(right, rows, DECAY * self._state.columns + (1 - DECAY) * _mean_squares(b, a))
 
 
 def _products(thin: Array, matrices: Sequence[Array]) -> Array:
@@ -139,7 +139,7 @@ def _mean_squares(a: Array, b: Array) -> Array:
     return np.maximum(squares, 0.0)
 
 
-def _beside_the_mean(squares: Array) -> Array:
+def _relative_rms(squares: Array) -> Array:
     """The divisors of rows or columns with these mean squares."""
     mean = squares.mean(axis=2, keepdims=True)
     # Before the first step, all are FLOOR, and a common factor has no effect.
@@ -177,25 +177,25 @@ class PowerSGD:
     def rank_of(self, shape: tuple[int, ...]) -> int:
         """The rank for an array of this shape; 0 if it is summed whole."""
         rows, columns = matrix_shape(shape)
-        rank = min(self.rank, rows * columns // max(1, WORTH * (rows + columns)))
-        return rank if rank >= LEAST * self.rank else 0
+        rank = min(self.rank, rows * columns // max(1, MIN_COMPRESSION * (rows + columns)))
+        return rank if rank >= MIN_RANK_SHARE * self.rank else 0
 
     def all_reduce(self, communicator: Communicator, arrays: Sequence[Array], state: State) -> Merged:
         """See `Compression.all_reduce`."""
         stacks = self._stacks(arrays, state)
-        whole = [index for index, array in enumerate(arrays) if not self.rank_of(array.shape)]
+        uncompressed = [index for index, array in enumerate(arrays) if not self.rank_of(array.shape)]
         with np.errstate(all="ignore"):
             lefts = [_orthogonal(p) for p in self._summed(communicator, [stack.left() for stack in stacks]).values]
             rights = [stack.right(left) for stack, left in zip(stacks, lefts, strict=True)]
-            found = self._summed(communicator, [*rights, *(arrays[i] for i in whole)])  # right factors first
-            values = dict(zip(whole, found.values[len(stacks) :], strict=True))
-            own = dict(zip(whole, found.own[len(stacks) :], strict=True))
+            found = self._summed(communicator, [*rights, *(arrays[i] for i in uncompressed)])  # right factors first
+            values = dict(zip(uncompressed, found.values[len(stacks) :], strict=True))
+            own = dict(zip(uncompressed, found.own[len(stacks) :], strict=True))
             after: dict[str, Array] = {}
             for stack, left, right, mine in zip(stacks, lefts, found.values, found.own, strict=False):
                 a, b = stack.undivided_left(left), stack.undivided_right(right)
                 values |= zip(stack.indices, a.swapaxes(1, 2) @ b, strict=True)
                 own |= zip(stack.indices, a.swapaxes(1, 2) @ stack.undivided_right(mine), strict=True)
-                after |= stack.after(right, (a, b)).state(stack.shape)
+                after |= stack.next_state(right, (a, b)).state(stack.shape)
         return Merged(
             [values[index].reshape(array.shape) for index, array in enumerate(arrays)],
             [own[index].reshape(array.shape) for index, array in enumerate(arrays)],
@@ -213,7 +213,7 @@ class PowerSGD:
                 shape,
                 indices,
                 [arrays[index].reshape(shape) for index in indices],
-                _Memory.of(state, shape) if state else _Memory.first(len(indices), shape, self.rank_of(shape)),
+                _StackState.of(state, shape) if state else _StackState.first(len(indices), shape, self.rank_of(shape)),
             )
             for shape, indices in of.items()
         ]
@@ -254,7 +254,7 @@ def _orthogonal(rows: Array) -> Array:
     except np.linalg.LinAlgError:
         lower = np.zeros((1, 1, 1), np.float32)
     bases: Array
-    if np.diagonal(lower, axis1=1, axis2=2).min() > INDEPENDENT:
+    if np.diagonal(lower, axis1=1, axis2=2).min() > MIN_INDEPENDENCE:
         bases = np.linalg.inv(lower) @ units
     else:
         bases = np.linalg.qr(rows.swapaxes(1, 2))[0].swapaxes(1, 2)

@@ -13,7 +13,7 @@ import numpy as np
 from phalanx.collectives.communicator import Array, Communicator
 from phalanx.compression.base_compression import Merged, State
 from phalanx.compression.codec import Codec
-from phalanx.compression.flat_arrays import cut, fill
+from phalanx.compression.flat_arrays import pack_into, unpack_views
 from phalanx.errors import ConfigurationError
 
 CHUNK = 256
@@ -56,20 +56,20 @@ class _Quantized(Codec):
         ranks, rank = communicator.world_size, communicator.rank  # read now: they may change if a member is lost
         size = sum(array.size for array in arrays)
         share = -(-size // (ranks * self.chunk)) * self.chunk
-        brought = np.zeros(ranks * share, np.float32)
-        fill(brought, arrays)
-        codes = self._rows(brought, ranks)  # one for each rank, which sums this part of all ranks
-        own = np.concatenate([self._values(code) for code in codes])
+        flat = np.zeros(ranks * share, np.float32)
+        pack_into(flat, arrays)
+        codes = self._encode_parts(flat, ranks)  # one for each rank, which sums this part of all ranks
+        own = np.concatenate([self._decode_part(code) for code in codes])
         with np.errstate(all="ignore"):
             total = np.zeros(share, np.float32)
             for code in communicator.all_to_all(codes):
-                total += self._values(code)
-            (code,) = self._rows(total, 1)
-            merged = np.concatenate([self._values(part) for part in communicator.all_gather(code)])
+                total += self._decode_part(code)
+            (code,) = self._encode_parts(total, 1)
+            merged = np.concatenate([self._decode_part(part) for part in communicator.all_gather(code)])
             mine = slice(rank * share, (rank + 1) * share)
             # Only this rank knows the error of the second encoding of this part: add it to its error feedback.
             own[mine] += merged[mine] - total
-        return Merged(cut(merged, arrays), cut(own, arrays), {})
+        return Merged(unpack_views(merged, arrays), unpack_views(own, arrays), {})
 
     def encode(self, array: Array) -> Sequence[Array]:
         """See `Codec.encode`. Returns the values, uint8, and the scales of shape (chunks,), float32."""
@@ -94,7 +94,7 @@ class _Quantized(Codec):
             decoded *= scales[:, None]
         return decoded.reshape(-1)[:size]
 
-    def _rows(self, values: Array, count: int) -> list[Array]:
+    def _encode_parts(self, values: Array, count: int) -> list[Array]:
         """Encode `count` equal parts of whole chunks, each as bytes: the values of the chunks, then their scales."""
         numbers, scales = self.encode(values)
         return [
@@ -102,8 +102,8 @@ class _Quantized(Codec):
             for part, own in zip(np.split(numbers, count), np.split(scales, count), strict=True)
         ]
 
-    def _values(self, code: Array) -> Array:
-        """Decode one of the codes from `_rows`."""
+    def _decode_part(self, code: Array) -> Array:
+        """Decode one of the codes from `_encode_parts`."""
         of_chunk = self.chunk * self.bits // 8
         chunks = code.size // (of_chunk + SCALE_BYTES)
         scales = code[chunks * of_chunk :].copy().view(np.float32)  # copied, because they may start at any byte

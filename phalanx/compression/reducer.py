@@ -69,11 +69,11 @@ class CompressedReducer:
         key = self._key_of(arrays, owner)
         memory = self._memory.get(key, _NOTHING)
         self._pending.pop(key, None)  # Left by a failed step.
-        brought = [_brought(array, scale) for array, scale in zip(arrays, scales, strict=True)]
+        scaled = [_scaled(array, scale) for array, scale in zip(arrays, scales, strict=True)]
         # Stored without a unit, and added in that of the arrays: the scale of the loss may have changed since.
-        for array, rest in zip(brought, memory.own, strict=bool(memory.own)):
+        for array, rest in zip(scaled, memory.own, strict=bool(memory.own)):
             array += rest if unit == 1.0 else rest * np.float32(unit)
-        merged = self.compression.all_reduce(communicator, brought, memory.shared)
+        merged = self.compression.all_reduce(communicator, scaled, memory.shared)
         # If a value is not finite, the step will be skipped, or training has diverged: there is nothing to keep.
         # A sum detects it in one pass: infinities and NaN propagate, and infinities of both signs add up to NaN.
         with np.errstate(all="ignore"):
@@ -83,7 +83,7 @@ class CompressedReducer:
         if is_finite:
             left: tuple[Array, ...] = ()
             if self.compression.feedback:
-                left = tuple(_rest(b, o, unit) for b, o in zip(brought, merged.own, strict=True))
+                left = tuple(_residual(b, o, unit) for b, o in zip(scaled, merged.own, strict=True))
             self._pending[key] = _Memory(left, merged.state)
 
     def commit(self) -> None:
@@ -135,12 +135,12 @@ class CompressedReducer:
     def _key_of(self, arrays: Sequence[Array], owner: Hashable) -> str:
         """The name of the state of these arrays: equal on all ranks, and when training resumes."""
         shapes = [array.shape for array in arrays]
-        name = name_of(shapes)
+        name = shapes_key(shapes)
         owners = self._owners.setdefault(name, [])
         if owner not in owners:
             owners.append(owner)
         number = owners.index(owner)
-        return name_of([*shapes, ("list", number)]) if number else name
+        return shapes_key([*shapes, ("list", number)]) if number else name
 
     def _parts(self) -> tuple[dict[str, Array], dict[str, Array]]:
         """The state of this rank alone, and the state shared by all."""
@@ -149,24 +149,24 @@ class CompressedReducer:
         return own, {name: array for name, array in state.items() if name not in own}
 
 
-def name_of(shapes: Sequence[Sequence[int | str]]) -> str:
+def shapes_key(shapes: Sequence[Sequence[int | str]]) -> str:
     """A name for arrays of these shapes, equal in every process."""
     return hashlib.blake2b(msgspec.msgpack.encode(shapes), digest_size=8).hexdigest()
 
 
-def _brought(array: Array, scale: float) -> Array:
+def _scaled(array: Array, scale: float) -> Array:
     """`scale * array` as a new float32 array."""
     if scale == 0.0:
         return np.zeros(array.shape, np.float32)
-    brought: Array = np.array(array, np.float32, order="C")
+    scaled: Array = np.array(array, np.float32, order="C")
     if scale != 1.0:
         with np.errstate(all="ignore"):
-            brought *= np.float32(scale)
-    return brought
+            scaled *= np.float32(scale)
+    return scaled
 
 
-def _rest(brought: Array, own: Array, unit: float) -> Array:
-    rest = brought - own
+def _residual(scaled: Array, own: Array, unit: float) -> Array:
+    rest = scaled - own
     if unit != 1.0:
         rest /= np.float32(unit)
     return rest

@@ -22,7 +22,7 @@ def set_on_demand_allocation(backend: str, environ: MutableMapping[str, str], *,
 
     Raises: ConfigurationError if the backend has already initialized its devices.
     """
-    if has_begun(backend):
+    if is_initialized(backend):
         settings = " and ".join(f"{name}={value}" for name, value in ON_DEMAND_ALLOCATION.items())
         raise ConfigurationError(
             f"set_memory_growth() was called too late: {backend} has reserved its memory already. Call it at the "
@@ -34,7 +34,7 @@ def set_on_demand_allocation(backend: str, environ: MutableMapping[str, str], *,
     )
 
 
-def has_begun(backend: str) -> bool:
+def is_initialized(backend: str) -> bool:
     """Whether a backend has initialized its devices."""
     if backend == "jax":
         bridge = sys.modules.get("jax._src.xla_bridge")

@@ -16,7 +16,7 @@ def replica_devices(replicas: int, environment: Mapping[str, str]) -> list[str]:
     return [f"{kind}:{index}" for index in range(replicas)]
 
 
-def devices_of(given: int | Sequence[str] | None, strategy: str, environment: Mapping[str, str]) -> list[str]:
+def resolve_devices(given: int | Sequence[str] | None, strategy: str, environment: Mapping[str, str]) -> list[str]:
     """One device for each replica.
 
     Args:

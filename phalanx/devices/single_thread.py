@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.config.environment_variables import JAX_THREADS, VISIBLE_GPUS
 from phalanx.devices.gpu_count import count_gpus
-from phalanx.devices.memory_growth import has_begun
+from phalanx.devices.memory_growth import is_initialized
 from phalanx.errors import ConfigurationError
 
 
@@ -35,13 +35,13 @@ def compute_in_one_thread(backend: str, environ: MutableMapping[str, str]) -> No
         return
     if backend == "jax":
         # A second strategy of the program finds the value that the first one set.
-        came_too_late = has_begun(backend) and environ.get(JAX_THREADS) != "1"
+        came_too_late = is_initialized(backend) and environ.get(JAX_THREADS) != "1"
         environ[JAX_THREADS] = "1"
     else:
         threading: Any = importlib.import_module("tensorflow").config.threading
         one = "1" in (str(threading.get_intra_op_parallelism_threads()), environ.get("TF_NUM_INTRAOP_THREADS"))
-        came_too_late = has_begun(backend) and not one
-        if not has_begun(backend):
+        came_too_late = is_initialized(backend) and not one
+        if not is_initialized(backend):
             threading.set_intra_op_parallelism_threads(1)
     if came_too_late:
         raise ConfigurationError(

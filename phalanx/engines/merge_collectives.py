@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.arrays.tree import map_present
+from phalanx.arrays.tree import map_non_none
 from phalanx.engines.engine import Merge
 from phalanx.engines.step_layout import StepLayout, gradient_weights
 from phalanx.engines.tensors import Array, Shape
@@ -63,7 +63,7 @@ class MergeCollectives:
             layout = StepLayout.of(arrays, gradient_weights(own), own)
             return [np.array(array) for array in layout.cut(self._merge(layout, arrays, self.share))]
 
-        return map_present(lambda present: self._call(merge, present) if present else [], gradients)
+        return map_non_none(lambda present: self._call(merge, present) if present else [], gradients)
 
     def global_samples(self, own: int) -> int:
         """Return the number of samples in the global batch. All ranks must call this."""

@@ -27,7 +27,7 @@ import h5py
 from phalanx.checkpoint import checkpoint_directory
 from phalanx.checkpoint.checkpoint_directory import DamagedCheckpointError
 from phalanx.checkpoint.step_names import KERAS_SUFFIX, WEIGHTS_SUFFIX, last_number
-from phalanx.storage.files import copy_unchanged, list_files
+from phalanx.storage.files import copy_if_unchanged, list_files
 from phalanx.storage.paths import StoragePath
 from phalanx.storage.remote_path import Identity
 
@@ -148,7 +148,7 @@ class CheckpointWatcher:
             known = self._files.get(file.name)
             if known is None or known.identity != file.identity:
                 self._files[file.name] = _File(file.identity, self._clock())
-            times[file.name] = (file.written_ns, file.name)
+            times[file.name] = (file.modified_ns, file.name)
         for name in self._files.keys() - times.keys():
             self._contents.pop(name, None)
             if self._files.pop(name).state is _State.PENDING:
@@ -172,7 +172,7 @@ class CheckpointWatcher:
             for old in self._scratch.iterdir():
                 old.unlink()
             copy = self._scratch / name
-            if not copy_unchanged(path, file.identity, copy):  # still being written
+            if not copy_if_unchanged(path, file.identity, copy):  # still being written
                 return None
             found = _open(name, copy, self._scratch)
         except FileNotFoundError:

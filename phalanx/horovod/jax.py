@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.arrays.tree import map_present
+from phalanx.arrays.tree import map_non_none
 from phalanx.horovod import elastic, exported_names, operations, step_reports
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.compressors import Compression
@@ -150,7 +150,7 @@ def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, nam
             lambda: _framework.run(OperationKind.ALLREDUCE, present, arguments, reduction.compression)
         )
 
-    return map_present(reduce, gradients)
+    return map_non_none(reduce, gradients)
 
 
 __all__ = [

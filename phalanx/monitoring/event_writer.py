@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.errors import ConfigurationError
-from phalanx.storage.mirror import MirroredFolder
+from phalanx.storage.mirror import MirroredDirectory
 from phalanx.storage.paths import StoragePath
 
 PACKAGE = "tensorboardX"
@@ -34,7 +34,7 @@ class EventWriter:
                 f"installed: `pip install {PACKAGE}`."
             )
         self._directory = directory
-        self._folder: MirroredFolder | None = None
+        self._folder: MirroredDirectory | None = None
         self._writer: Any = None
 
     def scalars(self, values: Mapping[str, Any], step: int) -> None:
@@ -43,7 +43,7 @@ class EventWriter:
 
         Raises: OSError if they cannot be written.
         """
-        self._folder = self._folder or MirroredFolder(self._directory)
+        self._folder = self._folder or MirroredDirectory(self._directory)
         if self._writer is None:
             self._writer = importlib.import_module(PACKAGE).SummaryWriter(logdir=str(self._folder.path))
         for name, value in values.items():

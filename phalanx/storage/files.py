@@ -1,7 +1,7 @@
 """Reading, writing and listing files, in a file system or in an object store.
 
-A file that others read is written in two steps: completely under a temporary name in its folder (`staged`), and then
-renamed (`put_in_place`), which is atomic in the file system or the store. Between the two, a writer checks that it
+A file that others read is written in two steps: completely under a temporary name in its folder (`staged_file`), and
+then renamed (`commit_file`), which is atomic in the file system or the store. Between the two, a writer checks that it
 still holds its claim.
 """
 
@@ -23,7 +23,7 @@ from phalanx.storage.temporary_directory import temporary_directory
 
 
 @contextlib.contextmanager
-def staged(path: StoragePath, write: Callable[[BinaryIO], None]) -> Iterator[StoragePath]:
+def staged_file(path: StoragePath, write: Callable[[BinaryIO], None]) -> Iterator[StoragePath]:
     """Write and flush a file's new content under a temporary name in its folder; removed on exit if still there.
 
     Args:
@@ -44,7 +44,7 @@ def staged(path: StoragePath, write: Callable[[BinaryIO], None]) -> Iterator[Sto
         temporary.unlink(missing_ok=True)
 
 
-def put_in_place(staging: StoragePath, path: StoragePath) -> None:
+def commit_file(staging: StoragePath, path: StoragePath) -> None:
     """Rename staged content to its final name."""
     rename(staging, path)
     sync_directory(path.parent)
@@ -52,14 +52,17 @@ def put_in_place(staging: StoragePath, path: StoragePath) -> None:
 
 def write_file(path: StoragePath, content: bytes) -> None:
     """Write a file atomically: it always has either the old content or all of the new content."""
-    with staged(path, lambda file: _write(file, content)) as staging:
-        put_in_place(staging, path)
+    with staged_file(path, lambda file: _write(file, content)) as staging:
+        commit_file(staging, path)
 
 
 def copy_file(source: Path, target: StoragePath) -> None:
     """Copy a local file atomically: the target always has either the old content or all of the new content."""
-    with open(source, "rb") as content, staged(target, lambda file: shutil.copyfileobj(content, file, 1 << 20)) as new:
-        put_in_place(new, target)
+    with (
+        open(source, "rb") as content,
+        staged_file(target, lambda file: shutil.copyfileobj(content, file, 1 << 20)) as new,
+    ):
+        commit_file(new, target)
 
 
 def rename(path: StoragePath, target: StoragePath) -> None:
@@ -96,11 +99,11 @@ def list_files(directory: StoragePath) -> list[StoredFile]:
     return found
 
 
-def copy_unchanged(path: StoragePath, identity: Identity, copy: Path) -> bool:
+def copy_if_unchanged(path: StoragePath, identity: Identity, copy: Path) -> bool:
     """Copy a file that others may write to a local file. Return whether it had this identity throughout."""
     if isinstance(path, RemotePath):
         path.download(copy)
-        return path.described().identity == identity
+        return path.info().identity == identity
     with open(path, "rb") as source, open(copy, "wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
         of_copied = os.fstat(source.fileno())
@@ -113,18 +116,18 @@ def read_end(path: StoragePath, count: int) -> bytes:
     if isinstance(path, RemotePath):
         return path.read_end(count)
     with open(path, "rb") as file:
-        return end_of(file, count)
+        return read_end_of(file, count)
 
 
-def end_of(file: BinaryIO, count: int) -> bytes:
+def read_end_of(file: BinaryIO, count: int) -> bytes:
     """The last bytes of an open file in a file system, at most `count`."""
     file.seek(max(0, os.fstat(file.fileno()).st_size - count))
     return file.read(count)
 
 
-def written_ns(path: StoragePath) -> int:
+def modified_ns(path: StoragePath) -> int:
     """The modification time of a file, or of a folder in a file system, for ordering those of one folder."""
-    return path.described().written_ns if isinstance(path, RemotePath) else path.stat().st_mtime_ns
+    return path.info().modified_ns if isinstance(path, RemotePath) else path.stat().st_mtime_ns
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from phalanx.storage.temporary_directory import temporary_directory
 logger = logging.getLogger(__name__)
 
 
-class MirroredFolder:
+class MirroredDirectory:
     """A local folder whose files are copied to a target: the target itself, or a temporary folder for one in a store.
 
     Attributes:

@@ -20,7 +20,9 @@ from typing import Any, BinaryIO
 from phalanx.errors import ConfigurationError
 
 SEPARATOR = "://"
-_WITH_FOLDERS = frozenset({"arrow_hdfs", "dbfs", "file", "ftp", "hdfs", "local", "sftp", "smb", "ssh", "webhdfs"})
+_SCHEMES_WITH_FOLDERS = frozenset(
+    {"arrow_hdfs", "dbfs", "file", "ftp", "hdfs", "local", "sftp", "smb", "ssh", "webhdfs"}
+)
 """Schemes of stores in which a file needs a folder. In others, creating a folder may create a bucket."""
 
 Identity = tuple[object, int, object]
@@ -32,12 +34,12 @@ class StoredFile:
     """A file as listed by its folder.
 
     Attributes:
-        written_ns: Modification time, for ordering files of the same folder.
+        modified_ns: Modification time, for ordering files of the same folder.
     """
 
     name: str
     identity: Identity
-    written_ns: int
+    modified_ns: int
 
 
 @dataclass(frozen=True, order=True)
@@ -100,7 +102,7 @@ class RemotePath:
             # A store may list the folder's marker object as one of its files.
             return [_stored_file(e) for e in entries if e["type"] == "file" and e["name"].strip("/") != path.strip("/")]
 
-    def described(self) -> StoredFile:
+    def info(self) -> StoredFile:
         """The entry of this file in its folder. Raises: FileNotFoundError."""
         with self._store() as (store, path):
             return _stored_file(store.info(path))
@@ -108,7 +110,7 @@ class RemotePath:
     def mkdir(self, parents: bool = True, exist_ok: bool = True) -> None:
         """Create the folder if the store has folders; it may exist."""
         with self._store() as (store, path):
-            if _scheme(self.url) in _WITH_FOLDERS:
+            if _scheme(self.url) in _SCHEMES_WITH_FOLDERS:
                 store.makedirs(path, exist_ok=True)
 
     def read_bytes(self) -> bytes:
@@ -135,7 +137,7 @@ class RemotePath:
         """Rename the file within its store. The target keeps its old content until the new content is complete."""
         with self._store() as (store, path):
             to = store._strip_protocol(target.url)
-            if _scheme(self.url) in _WITH_FOLDERS:
+            if _scheme(self.url) in _SCHEMES_WITH_FOLDERS:
                 store.mv(path, to)
             else:
                 # A process killed in between leaves both names, each with complete content.

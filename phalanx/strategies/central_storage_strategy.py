@@ -8,7 +8,7 @@ from phalanx.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx.cluster.spec import PS
 from phalanx.config.environment import process_environment
 from phalanx.devices.gpu_assignment import same_device
-from phalanx.devices.replica_devices import devices_of
+from phalanx.devices.replica_devices import resolve_devices
 from phalanx.errors import ConfigurationError
 from phalanx.strategies.mirrored_strategy import REPLICAS, MirroredStrategy
 
@@ -31,7 +31,7 @@ class CentralStorageStrategy(MirroredStrategy):
     """
 
     def __init__(self, compute_devices: int | Sequence[str] | None = None, parameter_device: str | None = None):
-        devices = devices_of(compute_devices, "CentralStorageStrategy", process_environment())
+        devices = resolve_devices(compute_devices, "CentralStorageStrategy", process_environment())
         if parameter_device is not None and not same_device(parameter_device, devices[0]):
             raise ConfigurationError(
                 f"parameter_device is {parameter_device!r}; the first replica stores the variables, on {devices[0]}. "

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import keras
 
 from phalanx.config.environment import process_environment
-from phalanx.devices.cpu_devices import give_devices_threads
+from phalanx.devices.cpu_devices import reserve_device_threads
 from phalanx.engines.spmd.placement import DATA, Placement, make_mesh
 from phalanx.errors import ConfigurationError
 
 
 def mesh_devices() -> list[str]:
     """The names of all devices, such as "gpu:0"; after joining a job of several processes, of all processes."""
-    give_devices_threads(process_environment())
+    reserve_device_threads(process_environment())
     return list(keras.distribution.list_devices())
 
 

@@ -12,9 +12,9 @@ from phalanx.compression import Compression
 from phalanx.compression import resolve as resolve_compression
 from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import DEVICES_PER_WORKER, JOB_ID, LOCAL_REPLICAS
-from phalanx.devices.devices_per_worker import check_one_device
+from phalanx.devices.devices_per_worker import check_single_device
 from phalanx.devices.gpu_count import count_gpus
-from phalanx.devices.replica_devices import devices_of
+from phalanx.devices.replica_devices import resolve_devices
 from phalanx.devices.tpu_count import count_tpus
 from phalanx.engines.spmd.placement import Placement
 from phalanx.errors import ConfigurationError
@@ -78,10 +78,10 @@ class MirroredStrategy(Strategy):
             super().__init__(with_mesh(replica, placement), policy=TrainingPolicy(placement=placement))
             return
         name = type(self).__name__
-        check_one_device(f"{name} with replicas", process_environment())
+        check_single_device(f"{name} with replicas", process_environment())
         policy = TrainingPolicy(resolve_compression(compression), synchronized_batch_norm=synchronized_batch_norm)
         ops = cross_device_ops_of(cross_device_ops)
-        self._devices = devices_of(devices, name, process_environment())
+        self._devices = resolve_devices(devices, name, process_environment())
         is_started = JOB_ID in process_environment()  # by a launcher, or by the user's own process
         if not is_started and len(self._devices) > 1 and not is_program():
             self.job = _session_replicas(self._devices).job

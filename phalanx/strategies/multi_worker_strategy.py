@@ -8,7 +8,7 @@ from phalanx.collectives.options import CommunicationImplementation, Communicati
 from phalanx.compression import Compression
 from phalanx.compression import resolve as resolve_compression
 from phalanx.config.environment import process_environment
-from phalanx.devices.devices_per_worker import check_one_device
+from phalanx.devices.devices_per_worker import check_single_device
 from phalanx.errors import ConfigurationError
 from phalanx.strategies.current_job import join_job
 from phalanx.strategies.strategy import Strategy
@@ -55,7 +55,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             if communication_options is not None:
                 raise ConfigurationError("Pass communication_options or communication, not both.")
             communication_options = CommunicationOptions(implementation=communication)
-        check_one_device(type(self).__name__, process_environment())
+        check_single_device(type(self).__name__, process_environment())
         resolver = as_resolver(cluster_resolver)
         policy = TrainingPolicy(resolve_compression(compression), synchronized_batch_norm=synchronized_batch_norm)
         if compression is not None and CommunicationOptions.of(communication_options).deterministic:

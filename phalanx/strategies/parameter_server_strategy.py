@@ -28,7 +28,7 @@ from phalanx.coordinator.worker_server import WorkerSettings
 from phalanx.data import DistributedDataset, InputContext
 from phalanx.data.distributed_dataset import DatasetDistribution
 from phalanx.devices import gpu_figures
-from phalanx.devices.devices_per_worker import check_one_device
+from phalanx.devices.devices_per_worker import check_single_device
 from phalanx.devices.gpu_count import HIDE_GPUS
 from phalanx.engines import prepare
 from phalanx.errors import CollectiveTimeoutError, ConfigurationError, UnsupportedError
@@ -103,7 +103,7 @@ class ParameterServerStrategy(Strategy):
         snapshot_seconds: float = SNAPSHOT_INTERVAL_S,
         embedding_rows: bool | str = "auto",
     ):
-        check_one_device(type(self).__name__, process_environment())
+        check_single_device(type(self).__name__, process_environment())
         resolver = as_resolver(cluster_resolver)
         identity = identify_task(resolver)
         if identity.task.type == PS:

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from phalanx.devices import cpu_devices
-from phalanx.devices.cpu_devices import give_devices_threads
+from phalanx.devices.cpu_devices import reserve_device_threads
 
 FORCED = {"XLA_FLAGS": "--other=1 --xla_force_host_platform_device_count=64"}
 
@@ -24,7 +24,7 @@ FORCED = {"XLA_FLAGS": "--other=1 --xla_force_host_platform_device_count=64"}
 def test_threads_follow_the_devices(
     before: dict[str, str], has_begun: bool, after: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_devices, "has_begun", lambda backend: has_begun)
+    monkeypatch.setattr(cpu_devices, "is_initialized", lambda backend: has_begun)
     environ = dict(before)
-    give_devices_threads(environ)
+    reserve_device_threads(environ)
     assert environ == after

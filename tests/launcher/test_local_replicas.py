@@ -14,7 +14,7 @@ import pytest
 
 import phalanx
 from phalanx.config.environment_variables import DEVICES_PER_WORKER, HOST_GPUS
-from phalanx.devices.devices_per_worker import check_one_device, worker_device_variables
+from phalanx.devices.devices_per_worker import check_single_device, worker_device_variables
 from phalanx.devices.gpu_assignment import check_devices, device_variables, worker_gpu_variables
 from phalanx.errors import ConfigurationError, PhalanxError
 from phalanx.launcher import local_replicas
@@ -441,5 +441,5 @@ def test_a_strategy_of_replicas_refuses_workers_of_several_devices(monkeypatch: 
     assert mirrored_strategy._prefers_spmd(), "it was started for one program over all devices"
     monkeypatch.delenv(DEVICES_PER_WORKER)
     assert not mirrored_strategy._prefers_spmd(), "its workers are replicas"
-    check_one_device("Strategy", {})
-    check_one_device("Strategy", {DEVICES_PER_WORKER: "1"})
+    check_single_device("Strategy", {})
+    check_single_device("Strategy", {DEVICES_PER_WORKER: "1"})

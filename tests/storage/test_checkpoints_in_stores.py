@@ -120,13 +120,13 @@ def test_a_writer_that_wakes_in_the_middle_of_a_save_does_no_more_than_finish_it
     late, ahead = CheckpointDirectory(memory, basename="fit0", keep=1), CheckpointDirectory(memory, basename="fit0")
     ahead.save(make_model(), 7)
     ahead.save(make_model(), 8)
-    put_in_place = checkpoint_directory.put_in_place
+    commit_file = checkpoint_directory.commit_file
 
     def stop_and_wake(staging: StoragePath, path: StoragePath) -> None:
-        put_in_place(staging, path)
+        commit_file(staging, path)
         put_owner(memory, attempt=2)
 
-    monkeypatch.setattr(checkpoint_directory, "put_in_place", stop_and_wake)
+    monkeypatch.setattr(checkpoint_directory, "commit_file", stop_and_wake)
     with pytest.raises(SupersededError, match="has at most finished the file"):
         late.save(make_model(), 6)
     kept = [f"fit0-00000000{step}.weights.h5" for step in (6, 7, 8)]

@@ -11,18 +11,18 @@ from typing import BinaryIO
 import pytest
 
 from phalanx.storage.files import (
+    commit_file,
     copy_file,
-    copy_unchanged,
+    copy_if_unchanged,
     list_files,
     list_names,
     local_copy,
-    put_in_place,
     read_end,
     rename,
-    staged,
+    staged_file,
     write_file,
 )
-from phalanx.storage.mirror import MirroredFolder
+from phalanx.storage.mirror import MirroredDirectory
 from phalanx.storage.paths import StoragePath
 from phalanx.storage.remote_path import RemotePath
 from phalanx.storage.temporary_directory import temporary_directory
@@ -58,10 +58,10 @@ def test_staged_content_has_its_name_when_it_is_whole_and_not_before(folder: Sto
         assert place.read_bytes() == b"former"
         file.write(b"content")
 
-    with staged(place, write) as whole:
+    with staged_file(place, write) as whole:
         assert place.read_bytes() == b"former"
         assert all(name.startswith(".") for name in list_names(folder) if name != "one"), "hidden"
-        put_in_place(whole, place)
+        commit_file(whole, place)
     assert place.read_bytes() == b"new content"
     assert list_names(folder) == ["one"]
 
@@ -74,7 +74,7 @@ def test_a_write_that_fails_leaves_the_former_content_and_nothing_else(folder: S
         file.write(b"a part")
         raise OSError("full")
 
-    with pytest.raises(OSError, match="full"), staged(place, write):
+    with pytest.raises(OSError, match="full"), staged_file(place, write):
         pytest.fail("it is not whole")
     assert place.read_bytes() == b"former"
     assert list_names(folder) == ["one"]
@@ -85,13 +85,13 @@ def test_another_content_has_another_identity(folder: StoragePath, tmp_path: Pat
     place, copy = folder / "one", tmp_path / "copies" / "one"
     write_file(place, b"first")
     (file,) = list_files(folder)
-    assert copy_unchanged(place, file.identity, copy)
+    assert copy_if_unchanged(place, file.identity, copy)
     assert copy.read_bytes() == b"first"
     write_file(place, b"later")
-    assert not copy_unchanged(place, file.identity, copy)
+    assert not copy_if_unchanged(place, file.identity, copy)
     (later,) = list_files(folder)
     assert later.identity != file.identity
-    assert later.written_ns >= file.written_ns
+    assert later.modified_ns >= file.modified_ns
 
 
 def test_a_file_is_copied_there_and_back(folder: StoragePath, tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_file_is_copied_there_and_back(folder: StoragePath, tmp_path: Path) ->
 
 
 def test_files_of_a_mirrored_folder_appear(folder: StoragePath) -> None:
-    mirrored = MirroredFolder(folder / "logs")
+    mirrored = MirroredDirectory(folder / "logs")
     (mirrored.path / "validation").mkdir(parents=True)
     event_file = mirrored.path / "validation" / "events"
     event_file.write_bytes(b"1")
@@ -119,7 +119,7 @@ def test_files_of_a_mirrored_folder_appear(folder: StoragePath) -> None:
 def test_logs_of_an_outage_appear_with_the_next_upload(
     memory: RemotePath, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mirrored = MirroredFolder(memory)
+    mirrored = MirroredDirectory(memory)
     (mirrored.path / "events").write_bytes(b"1")
 
     def fail(*args: object) -> None:
@@ -157,7 +157,7 @@ def test_copies_of_a_killed_process_are_removed_by_the_next_one(
     begun, done = os.pipe()
     pid = os.fork()
     if pid == 0:
-        mirrored = MirroredFolder(memory)
+        mirrored = MirroredDirectory(memory)
         with local_copy(memory / "one") as copy:
             (mirrored.path / "events").touch()
             assert copy.exists()

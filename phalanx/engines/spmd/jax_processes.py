@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from phalanx.cluster.lost_peer_watch import LostPeerWatch
 from phalanx.cluster.membership import Membership
 from phalanx.collectives.communicator import Communicator
-from phalanx.devices.memory_growth import has_begun
+from phalanx.devices.memory_growth import is_initialized
 from phalanx.errors import ConfigurationError, PeerLostError
 from phalanx.runtime import process_exit
 from phalanx.transport.address import LOOPBACK, Address
@@ -163,7 +163,7 @@ def check_alike(membership: Membership, devices: list[LocalDevices]) -> None:
 
 
 def _refuse_late(communicator: Communicator) -> None:
-    begun = [bool(each[0]) for each in communicator.all_gather_bytes(bytes([has_begun("jax")]))]
+    begun = [bool(each[0]) for each in communicator.all_gather_bytes(bytes([is_initialized("jax")]))]
     if any(begun):
         tasks = [member.task for member, late in zip(communicator.membership.members, begun, strict=True) if late]
         raise ConfigurationError(

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from phalanx.arrays.tree import map_present
+from phalanx.arrays.tree import map_non_none
 from phalanx.horovod import step_reports
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.gradient_reduction import GradientReduction
@@ -39,7 +39,7 @@ def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, nam
             wrap_wait=step_reports.report_reduction,
         )
 
-    return map_present(reduce, gradients)
+    return map_non_none(reduce, gradients)
 
 
 def reduce_shared(

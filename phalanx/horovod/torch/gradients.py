@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from phalanx.arrays.tree import map_present
+from phalanx.arrays.tree import map_non_none
 from phalanx.horovod import step_reports
 from phalanx.horovod.compressors import compressed
 from phalanx.horovod.gradient_reduction import GradientReduction
@@ -35,7 +35,7 @@ def reduce_gradients(
         dense = [_writable((each.to_dense() if each.is_sparse else each).detach()) for each in present]
         return compressed(reduction.compression, dense, reduce)
 
-    return map_present(reduce_dense, gradients)
+    return map_non_none(reduce_dense, gradients)
 
 
 def _writable(gradient: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,11 @@ from weakref import WeakKeyDictionary
 import keras
 
 from phalanx.keras_compat.patching import Patches
-from phalanx.storage.mirror import MirroredFolder
+from phalanx.storage.mirror import MirroredDirectory
 from phalanx.storage.paths import is_url
 from phalanx.storage.remote_path import RemotePath, has_store
 
-_folders: WeakKeyDictionary[Any, MirroredFolder] = WeakKeyDictionary()
+_folders: WeakKeyDictionary[Any, MirroredDirectory] = WeakKeyDictionary()
 
 
 def install(patches: Patches) -> None:
@@ -40,7 +40,7 @@ def _redirecting(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         if (former := _folders.get(self)) is not None:
             former.close()  # of a standalone evaluation, which has uploaded it, and which has no end like training
-        folder = _folders[self] = MirroredFolder(RemotePath(url))
+        folder = _folders[self] = MirroredDirectory(RemotePath(url))
         weakref.finalize(self, folder.close)  # also when the process exits
         # Only while Keras creates its writers. Afterwards, the program sees the URL that it passed.
         self.log_dir = str(folder.path)

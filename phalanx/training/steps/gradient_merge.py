@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
-from phalanx.arrays.tree import map_present
+from phalanx.arrays.tree import map_non_none
 from phalanx.collectives.communicator import ReduceOp
 from phalanx.compression import CompressedReducer, Compression
 from phalanx.compression.base_compression import State, strip_prefix
@@ -229,7 +229,7 @@ class StepMerge(Merge):
         """Return the accumulated gradients of these variables, summed over all ranks, and clear them; None for a
         variable without a gradient. All ranks must call."""
         own = [self._kept.gradients.get(id(variable)) for variable in variables]
-        merged = map_present(lambda present: self._replica.all_reduce(present) if present else [], own)
+        merged = map_non_none(lambda present: self._replica.all_reduce(present) if present else [], own)
         self._kept.gradients.clear()
         return merged
 

@@ -84,7 +84,7 @@ class ParameterServerMerge(Merge):
                 merged ones in synchronous training.
         """
         compression = self._worker.compression
-        self._transfer = ShardTransfer(self._client, placed, None if compression is None else compression.wire)
+        self._transfer = ShardTransfer(self._client, placed, None if compression is None else compression.wire_dtype)
         self._rows = EmbeddingRowExchange(self._client, fit, placed) if placed.tables else None
         self._is_overlapped = self._worker.rules.overlap and not placed.tables
         self._clip = clip

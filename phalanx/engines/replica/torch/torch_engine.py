@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from keras import tree
 
-from phalanx.arrays.tree import map_leaves, map_present
+from phalanx.arrays.tree import map_leaves, map_non_none
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import step_logs
 from phalanx.engines.accelerations import registry
@@ -114,7 +114,7 @@ class TorchEngine(ReplicaEngine):
         if self._merge.updates:
             gradients = complete(gradients, weights)
         own = [weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is not None]
-        gradients = map_present(lambda present: self._merge_all(own, present, logs, metrics_before), gradients)
+        gradients = map_non_none(lambda present: self._merge_all(own, present, logs, metrics_before), gradients)
         if self._merge.updates:
             _assign_known(gradients, weights)
         elif weights:  # as in Keras: loss scaling would count a step without weights as one without an overflow
@@ -166,7 +166,7 @@ class TorchEngine(ReplicaEngine):
             arrays = all_to_host(present)
             return self._merged(StepLayout.of(arrays, gradient_weights(own), own), arrays)[1]
 
-        return map_present(merge, gradients)
+        return map_non_none(merge, gradients)
 
     def _merged(self, layout: StepLayout, arrays: Sequence[Array]) -> tuple[list[Array], list[Any]]:
         """Return the merged arrays, also as tensors. A later merge overwrites both."""
