@@ -36,13 +36,13 @@ def test_a_leader_that_the_chief_does_not_reach_is_silent_before_the_copy_leads(
         assert grants is not None
         wait_until(lambda: grants.has_replica(0))
         both_lead: list[bool] = []
-        lead = copy.leadership.lead
+        lead = copy.leadership.become_leader
 
         def called() -> None:
             both_lead.append(leader.lease.is_valid)
             lead()
 
-        monkeypatch.setattr(copy.leadership, "lead", called)
+        monkeypatch.setattr(copy.leadership, "become_leader", called)
         grants.end(0)  # its links stay open, as in a partition
         wait_until(lambda: leader.lease.has_lapsed)
         assert leader.leadership.is_leading
