@@ -38,7 +38,7 @@ class WorkerSettings(NamedTuple):
     partitioner: Partitioner | None
     compression: Float16 | BFloat16 | None
     embedding_rows: bool | str
-    return_s: float
+    return_timeout_s: float
     is_replicated: bool
     path: list[str]
 

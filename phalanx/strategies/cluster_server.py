@@ -108,7 +108,7 @@ class Server:
             settings.partitioner,
             settings.compression,
             settings.embedding_rows,
-            settings.return_s,
+            settings.return_timeout_s,
             is_replicated=settings.is_replicated,
         )
         return ParameterServerStrategy.for_worker(worker, self._resolver), worker

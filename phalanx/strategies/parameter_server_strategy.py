@@ -119,14 +119,14 @@ class ParameterServerStrategy(Strategy):
         super().__init__(alone(), resolver)
         self._worker: ParameterServerWorker | None = None  # None on an evaluator, which trains alone
         if identity.task.type != EVALUATOR:
-            return_s = RETURN_TIMEOUT_S if snapshot_dir is not None or replication > 1 else 0.0
+            return_timeout_s = RETURN_TIMEOUT_S if snapshot_dir is not None or replication > 1 else 0.0
             self._worker = join_as_worker(
                 identity,
                 rules,
                 variable_partitioner,
                 cast,
                 embedding_rows if embedding_rows == "auto" else bool(embedding_rows),
-                identity.config.return_timeout_s or return_s,
+                identity.config.return_timeout_s or return_timeout_s,
                 is_replicated=replication > 1,
             )
             if identity.task.type == CHIEF and identity.config.secret and len(identity.tasks) > 1:
@@ -274,7 +274,7 @@ def _settings_of(worker: ParameterServerWorker) -> WorkerSettings:
         worker.partitioner,
         worker.compression,
         worker.embedding_rows,
-        reconnection.return_s,
+        reconnection.return_timeout_s,
         worker.client.is_replicated,
         [*sys.path],
     )
@@ -292,7 +292,7 @@ def join_as_worker(
     partitioner: Partitioner | None,
     compression: Float16 | BFloat16 | None,
     embedding_rows: bool | str,
-    return_s: float,
+    return_timeout_s: float,
     *,
     is_replicated: bool,
 ) -> ParameterServerWorker:
@@ -302,7 +302,7 @@ def join_as_worker(
         process_exit.install()
         prepare()
         worker = ParameterServerWorker(
-            client=ParameterServerClient(identity, return_s, is_replicated=is_replicated),
+            client=ParameterServerClient(identity, return_timeout_s, is_replicated=is_replicated),
             number=identity.rank,
             workers=len(identity.tasks),
             rules=rules,
@@ -326,7 +326,7 @@ def join_as_worker(
             f"belongs to one cluster."
         )
     worker.rules, worker.partitioner, worker.compression = rules, partitioner, compression
-    worker.client.reconnection.return_s = return_s
+    worker.client.reconnection.return_timeout_s = return_timeout_s
     worker.embedding_rows = embedding_rows
     return worker
 

@@ -69,7 +69,9 @@ def started(*, copied: bool = False, timeout_s: float = BOUND_S) -> Iterator[Clu
             stack.callback(server.stop)
         clients = [
             ParameterServerClient(
-                TaskIdentity(spec, Task("worker", n), JobFacts(), config), return_s=BOUND_S, is_replicated=copied
+                TaskIdentity(spec, Task("worker", n), JobFacts(), config),
+                return_timeout_s=BOUND_S,
+                is_replicated=copied,
             )
             for n in range(2)
         ]

@@ -102,7 +102,7 @@ def test_a_chief_that_is_lost_meanwhile_leaves_nobody_out() -> None:
 
 
 def test_the_global_step_goes_on_from_a_checkpoint_and_never_back() -> None:
-    schedule = schedule_of(NAMES[:1], start_s=BOUND_S)
+    schedule = schedule_of(NAMES[:1], start_timeout_s=BOUND_S)
     schedule.begin_fit(rules(), 0, 1000)
     assert schedule.global_step == 1000
     schedule.begin_fit(rules(), 1, 10)
@@ -127,7 +127,7 @@ def test_a_session_begins_on_others_when_it_has_on_the_chief() -> None:
 
 
 def test_a_chief_that_does_not_begin_its_session_is_named() -> None:
-    schedule = schedule_of(NAMES[:2], start_s=SHORT_S)
+    schedule = schedule_of(NAMES[:2], start_timeout_s=SHORT_S)
     broadcasts = ChiefBroadcasts(schedule.members)
     schedule.members.attach(1, "incarnation 1")
     with pytest.raises(RendezvousError, match="worker/0 did not join the job in time"):

@@ -57,19 +57,19 @@ def rules(*, synchronous: bool = False, staleness: int = -1, timeout_s: float = 
 def schedule_of(
     names: Sequence[str],
     *,
-    start_s: float = BOUND_S,
+    start_timeout_s: float = BOUND_S,
     reconnect_s: float = 0.0,
     chief_reconnect_s: float = 0.0,
     clock: Callable[[], float] = time.monotonic,
 ) -> StepSchedule:
     """A schedule before its first `fit`, with no worker connected."""
     table = WorkerTable(tuple(names), reconnect_s=reconnect_s, chief_reconnect_s=chief_reconnect_s, clock=clock)
-    return StepSchedule(WorkerMembership(tuple(names), start_s, table, clock))
+    return StepSchedule(WorkerMembership(tuple(names), start_timeout_s, table, clock))
 
 
 def begun(steps: int | None, *, workers: int = 2, **options: object) -> StepSchedule:
     """A schedule whose first epoch is open, with workers 0, 1, ... present."""
-    schedule = schedule_of(NAMES[:workers], start_s=BOUND_S)
+    schedule = schedule_of(NAMES[:workers], start_timeout_s=BOUND_S)
     for worker in range(workers):
         schedule.members.attach(worker, f"incarnation {worker}")
     schedule.begin_fit(rules(**options), 0)  # type: ignore[arg-type]
@@ -403,7 +403,7 @@ def test_metrics_that_a_lost_worker_has_not_reported_are_noted() -> None:
 
 
 def test_many_workers_take_every_batch_once() -> None:
-    schedule = schedule_of(tuple(f"worker/{i}" for i in range(8)), start_s=BOUND_S)
+    schedule = schedule_of(tuple(f"worker/{i}" for i in range(8)), start_timeout_s=BOUND_S)
     for worker in range(8):
         schedule.members.attach(worker, f"incarnation {worker}")
     schedule.begin_fit(rules(), 0)
@@ -576,7 +576,7 @@ def test_what_the_chief_tells_once_holds_and_what_it_tells_again_replaces() -> N
 
 
 def test_a_chief_that_was_started_again_counts_from_what_it_has_restored() -> None:
-    schedule = schedule_of(["chief", "worker"], start_s=BOUND_S)
+    schedule = schedule_of(["chief", "worker"], start_timeout_s=BOUND_S)
     schedule.members.attach(0, "first life")
     schedule.begin_fit(rules(), 0, 0)
     schedule.global_step = 70
@@ -589,7 +589,7 @@ def test_a_chief_that_was_started_again_counts_from_what_it_has_restored() -> No
 
 def test_a_worker_that_reconnects_is_expected_for_a_while() -> None:
     now = [100.0]
-    schedule = schedule_of(("worker/0", "worker/1"), start_s=60.0, reconnect_s=6.0, clock=lambda: now[0])
+    schedule = schedule_of(("worker/0", "worker/1"), start_timeout_s=60.0, reconnect_s=6.0, clock=lambda: now[0])
     schedule.members.attach(1, "first")
     schedule.members.detach(1, "first")
     assert schedule.members.table.is_present(1)
@@ -602,7 +602,7 @@ def test_a_worker_that_reconnects_is_expected_for_a_while() -> None:
 
 
 def test_a_worker_on_its_way_that_does_not_come_is_waited_for_no_longer() -> None:
-    schedule = schedule_of(("worker/0", "worker/1"), start_s=60.0)
+    schedule = schedule_of(("worker/0", "worker/1"), start_timeout_s=60.0)
     schedule.members.attach(0, "first")
     schedule.begin_fit(rules(synchronous=True), 0)
     ScheduleRebuild(schedule).expect_workers()
@@ -650,7 +650,7 @@ def test_a_process_that_was_left_out_and_links_again_is_not_waited_for() -> None
 
 
 def test_a_chief_that_only_reconnected_is_no_other_chief() -> None:
-    schedule = schedule_of(("chief", "worker"), start_s=BOUND_S)
+    schedule = schedule_of(("chief", "worker"), start_timeout_s=BOUND_S)
     schedule.members.attach(0, link_name("life", 0))
     schedule.begin_fit(rules(), 0, 0)
     schedule.global_step = 70
@@ -669,7 +669,9 @@ def test_a_stop_that_was_asked_for_is_of_that_fit_alone() -> None:
 
 def test_the_chief_may_be_away_for_longer() -> None:
     now = [100.0]
-    schedule = schedule_of(NAMES[:2], start_s=60.0, reconnect_s=6.0, chief_reconnect_s=60.0, clock=lambda: now[0])
+    schedule = schedule_of(
+        NAMES[:2], start_timeout_s=60.0, reconnect_s=6.0, chief_reconnect_s=60.0, clock=lambda: now[0]
+    )
     for worker in (0, 1):
         schedule.members.attach(worker, "life")
         schedule.members.detach(worker, "life")

@@ -42,7 +42,7 @@ class ParameterServerClient:
 
     Args:
         me: This task.
-        return_s: Seconds to wait for a lost server; 0: do not wait.
+        return_timeout_s: Seconds to wait for a lost server; 0: do not wait.
         is_replicated: Whether each server's shards have a replica on the next one, which may take over.
 
     Attributes:
@@ -58,7 +58,7 @@ class ParameterServerClient:
         DisagreementError: a server and this task differ in what must be equal.
     """
 
-    def __init__(self, me: TaskIdentity, return_s: float = 0.0, *, is_replicated: bool = False):
+    def __init__(self, me: TaskIdentity, return_timeout_s: float = 0.0, *, is_replicated: bool = False):
         self._me = me
         self.is_replicated = is_replicated
         self.is_starting = True
@@ -66,7 +66,7 @@ class ParameterServerClient:
         self.waited_s = 0.0
         self._was_evicted = False  # a server has refused this process for good
         self.reconnection = ServerReconnection(
-            me, return_s, is_replicated=is_replicated, send=self._send, receive=self._receive
+            me, return_timeout_s, is_replicated=is_replicated, send=self._send, receive=self._receive
         )
         self.tasks: tuple[Task, ...] = self.reconnection.tasks
         self._connections: list[ServerConnection] = self.reconnection.connections
@@ -189,7 +189,7 @@ class ParameterServerClient:
         while True:
             try:
                 response = self._receive(
-                    connection, reconnection.reconnect_broken_links if reconnection.return_s else None
+                    connection, reconnection.reconnect_broken_links if reconnection.return_timeout_s else None
                 )
                 break
             except (LinkClosedError, LinkTimeoutError) as error:

@@ -41,7 +41,7 @@ class ServerReconnection:
 
     Args:
         me: This task.
-        return_s: Seconds to wait for a lost server; 0: do not wait.
+        return_timeout_s: Seconds to wait for a lost server; 0: do not wait.
         is_replicated: Whether each server's shards have a replica on the next one.
         send: Sends requests over a connection.
         receive: Receives a response over a connection, and calls a function while it waits.
@@ -57,14 +57,14 @@ class ServerReconnection:
     def __init__(
         self,
         me: TaskIdentity,
-        return_s: float,
+        return_timeout_s: float,
         *,
         is_replicated: bool,
         send: Callable[[ServerConnection, RequestArrays], None],
         receive: Callable[..., Any],
     ):
         self._me = me
-        self.return_s = return_s
+        self.return_timeout_s = return_timeout_s
         self._is_replicated = is_replicated
         self._send = send
         self._receive = receive
@@ -121,7 +121,7 @@ class ServerReconnection:
         """Treat a server that hangs as lost if its replica can take over: once that leads, the server is refused."""
         if isinstance(error, LinkClosedError):
             return error
-        if not (self._is_replicated and self.return_s):
+        if not (self._is_replicated and self.return_timeout_s):
             raise error
         return LinkClosedError(str(error))
 
@@ -181,11 +181,11 @@ class ServerReconnection:
         """
         task = self.leader_of(group)
         why = f"{cause} {SEE_TASK_OUTPUT}"
-        if not self.return_s:
+        if not self.return_timeout_s:
             raise peer_lost(str(task), "training", why) from cause
         other = ", or for its copy" if self._is_replicated else ""
-        logger.warning("%s is lost; waiting up to %g s for it to return%s.", task, self.return_s, other)
-        until = time.monotonic() + self.return_s
+        logger.warning("%s is lost; waiting up to %g s for it to return%s.", task, self.return_timeout_s, other)
+        until = time.monotonic() + self.return_timeout_s
         # A lost server may have led several groups. All of them must know this worker's position before it waits for
         # one: the other workers may be waiting for it there.
         lost = {group, *hanging, *self._broken()}
@@ -210,7 +210,9 @@ class ServerReconnection:
                 if time.monotonic() > until:
                     raise peer_lost(str(task), "training", why) from error
             except RendezvousError as error:
-                raise peer_lost(str(task), f"training; it did not return within {self.return_s:g} s", why) from error
+                raise peer_lost(
+                    str(task), f"training; it did not return within {self.return_timeout_s:g} s", why
+                ) from error
         logger.warning("%s is back.", self.leader_of(group))
 
     def _rejoin(self, connection: ServerConnection, until: float) -> Sequence[RequestArrays]:

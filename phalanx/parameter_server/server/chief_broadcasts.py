@@ -31,7 +31,7 @@ class ChiefBroadcasts:
         """The chief's arrays for `fit` or a later one; None if the chief leaves without broadcasting any."""
         members = self._members
         with members.changed:
-            until = members.clock() + members.start_s
+            until = members.clock() + members.start_timeout_s
             while subject not in self._broadcasts or self._broadcasts[subject][0] < fit:
                 if members.has_chief_left:
                     return None

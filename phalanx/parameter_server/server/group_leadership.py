@@ -150,12 +150,12 @@ class GroupLeadership:
         for link in links:
             link.close()
 
-    def check_leader(self, now: float, first_contact_until: float, return_s: float) -> None:
+    def check_leader(self, now: float, first_contact_until: float, return_timeout_s: float) -> None:
         """Raise PeerLostError if this server's leader has been gone for too long. Called with the lock held."""
         if self.leader_link is not None:
             self.followed_until = now
-        elif now - max(self.followed_until, first_contact_until) > return_s:
-            raise peer_lost(str(self._other), f"training; it did not return within {return_s:g} s")
+        elif now - max(self.followed_until, first_contact_until) > return_timeout_s:
+            raise peer_lost(str(self._other), f"training; it did not return within {return_timeout_s:g} s")
 
     # The leader's side.
 

@@ -124,8 +124,8 @@ class GroupRequests:
 
     def _join(self, context: RequestContext, request: messages.JoinFit) -> Reply:
         # Between two fits the chief may be busy for long; at the first one it must connect in time.
-        start_s = self._config.rendezvous_timeout_s
-        timeout_s = max(start_s, self._config.timeout_s) if request.fit else start_s
+        start_timeout_s = self._config.rendezvous_timeout_s
+        timeout_s = max(start_timeout_s, self._config.timeout_s) if request.fit else start_timeout_s
         joined = self._store.join(context.worker, request.fit, request.variables, timeout_s)
         self._recovery.worker_joined_fit(context.worker)
         if joined is None:

@@ -31,7 +31,7 @@ class ParameterServer:
     Args:
         me: This task, with everything that the workers must agree on.
         snapshots: Storage of the state for a process that replaces this one if it is killed; None: no snapshots.
-        snapshot_s: Seconds between two snapshots.
+        snapshot_interval_s: Seconds between two snapshots.
         is_replicated: Whether each group of shards has a replica on the next server.
     """
 
@@ -39,7 +39,7 @@ class ParameterServer:
         self,
         me: TaskIdentity,
         snapshots: Snapshots | None = None,
-        snapshot_s: float = SNAPSHOT_INTERVAL_S,
+        snapshot_interval_s: float = SNAPSHOT_INTERVAL_S,
         *,
         is_replicated: bool = False,
     ):
@@ -52,10 +52,19 @@ class ParameterServer:
         # one. It leads both if that server is lost.
         other = servers[following] if is_replicated else None
         self._clock = clock = RunningClock()
-        self._groups = [ShardGroup(me, own, other=other, snapshots=snapshots, snapshot_s=snapshot_s, clock=clock)]
+        self._groups = [
+            ShardGroup(me, own, other=other, snapshots=snapshots, snapshot_interval_s=snapshot_interval_s, clock=clock)
+        ]
         if is_replicated:
             self._groups.append(
-                ShardGroup(me, before, other=servers[before], snapshots=None, snapshot_s=snapshot_s, clock=clock)
+                ShardGroup(
+                    me,
+                    before,
+                    other=servers[before],
+                    snapshots=None,
+                    snapshot_interval_s=snapshot_interval_s,
+                    clock=clock,
+                )
             )
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:

@@ -57,7 +57,7 @@ class ShardGroup:
         number: Number of the group, and of the server that is responsible for it.
         other: The other server of the group; None if there is no replica.
         snapshots: Storage of the state for a process that replaces this one if it is killed; None: no snapshots.
-        snapshot_s: Seconds between two snapshots.
+        snapshot_interval_s: Seconds between two snapshots.
         clock: Returns the current time in seconds; decides whether workers are late.
     """
 
@@ -68,13 +68,13 @@ class ShardGroup:
         *,
         other: Task | None,
         snapshots: Snapshots | None,
-        snapshot_s: float,
+        snapshot_interval_s: float,
         clock: Callable[[], float],
     ):
         self._me = me
         self.number = number
         self._other = other
-        self._snapshot_s = snapshot_s if snapshots is not None else None
+        self._snapshot_interval_s = snapshot_interval_s if snapshots is not None else None
         self._changed = threading.Condition()  # protects the role and the end of the job
         self._link_count = itertools.count()
         self._threads = ServiceThreads()
@@ -83,7 +83,7 @@ class ShardGroup:
         self._has_noticed = not (is_own and number == 0)  # only the head logs which workers are missing
         names = tuple(str(task) for task in me.tasks)
         # Without the chief, no leader can tell whether it still leads.
-        reconnect_s, chief_reconnect_s = (0.0, 0.0) if other is None else (RECONNECT_TIMEOUT_S, self._return_s)
+        reconnect_s, chief_reconnect_s = (0.0, 0.0) if other is None else (RECONNECT_TIMEOUT_S, self._return_timeout_s)
         table = WorkerTable(names, reconnect_s=reconnect_s, chief_reconnect_s=chief_reconnect_s, clock=clock)
         self._members = members = WorkerMembership(names, me.config.rendezvous_timeout_s, table, clock)
         schedule, is_head = StepSchedule(members), number == 0
@@ -109,7 +109,7 @@ class ShardGroup:
         self._handler = RequestHandler(me, members, rebuild, requests.handlers(), self._wait_for_lease)
 
     @property
-    def _return_s(self) -> float:
+    def _return_timeout_s(self) -> float:
         return self._me.config.return_timeout_s or RETURN_TIMEOUT_S
 
     @property
@@ -119,8 +119,10 @@ class ShardGroup:
 
     def start(self) -> None:
         """Start the threads for work other than the workers' requests."""
-        if self._snapshot_s is not None:
-            self._threads.start("snapshots", self._recovery.write_snapshots, self._snapshot_s, self._threads.closing)
+        if self._snapshot_interval_s is not None:
+            self._threads.start(
+                "snapshots", self._recovery.write_snapshots, self._snapshot_interval_s, self._threads.closing
+            )
         self.leadership.start()
 
     def close(self) -> None:
@@ -159,14 +161,14 @@ class ShardGroup:
         """
         self._recovery.check()
         with self._changed, self._members.changed:
-            now, start_s = time.monotonic(), self._me.config.rendezvous_timeout_s
+            now, start_timeout_s = time.monotonic(), self._me.config.rendezvous_timeout_s
             if self.leadership.is_job_over:
                 return True
             if self.leadership.role is GroupRole.FOLLOWING:
-                self.leadership.check_leader(now, self._started + start_s, self._return_s)
+                self.leadership.check_leader(now, self._started + start_timeout_s, self._return_timeout_s)
                 return False
             # The chief first promotes this server, then connects.
-            first_contact_until = self.leadership.followed_until + start_s
+            first_contact_until = self.leadership.followed_until + start_timeout_s
             connected = self._members.table.contacts()
             self._notice_absent(now, connected)
             self._check_chief(now, first_contact_until, connected)
@@ -205,11 +207,13 @@ class ShardGroup:
                 f"{self._members.names[CHIEF_WORKER]} did not connect to {self._me.task} within "
                 f"{self._me.config.rendezvous_timeout_s:g} s. Is it started, with the same cluster?"
             )
-        if self._members.table.lost_s(CHIEF_WORKER) > self._return_s and not self._members.table.links:
+        if self._members.table.lost_s(CHIEF_WORKER) > self._return_timeout_s and not self._members.table.links:
             raise self._chief_lost()
 
     def _chief_lost(self) -> PeerLostError:
-        return self._members.table.lost_error(CHIEF_WORKER, f"training; it did not return within {self._return_s:g} s")
+        return self._members.table.lost_error(
+            CHIEF_WORKER, f"training; it did not return within {self._return_timeout_s:g} s"
+        )
 
     # The listener's service.
 
@@ -290,12 +294,12 @@ class ShardGroup:
         if self._other is None or (leadership.is_leading and lease.is_valid and condition()):
             return
         config, started_at = self._me.config, time.monotonic()
-        limit_s = max(self._return_s, config.timeout_s)
+        limit_s = max(self._return_timeout_s, config.timeout_s)
         with self._changed:
             # A chief that has left no longer promotes another server, so this one may answer without a lease.
             while leadership.is_leading and not (lease.is_valid and condition()) and not self._members.has_chief_left:
                 is_away = CHIEF_WORKER not in self._members.table.links
-                if time.monotonic() - started_at > (self._return_s if is_away else limit_s):
+                if time.monotonic() - started_at > (self._return_timeout_s if is_away else limit_s):
                     raise self._chief_lost()
                 if self._threads.closing.is_set():
                     raise LinkClosedError(f"{self._me.task} is closing.")

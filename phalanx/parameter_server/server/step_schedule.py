@@ -139,9 +139,9 @@ class StepSchedule:
     def _wait_for_epoch(self, number: int, since: float, timeout_s: float) -> None:
         """Wait for a change; the chief may take longer before its first epoch."""
         members = self.members
-        patience_s = members.start_s if self.fit.phase is FitPhase.DECLARED else timeout_s
+        limit_s = members.start_timeout_s if self.fit.phase is FitPhase.DECLARED else timeout_s
         members.wait_for_chief(
-            since + patience_s, lambda: f"{members.names[CHIEF_WORKER]} did not begin epoch {number + 1} of `fit`"
+            since + limit_s, lambda: f"{members.names[CHIEF_WORKER]} did not begin epoch {number + 1} of `fit`"
         )
 
     def end_epoch(self, fit: int, number: int) -> int:

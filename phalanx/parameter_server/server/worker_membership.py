@@ -37,7 +37,7 @@ class WorkerMembership:
 
     Args:
         names: The workers' names, by number.
-        start_s: Seconds to wait for tasks that are still starting.
+        start_timeout_s: Seconds to wait for tasks that are still starting.
         table: The workers and their links.
         clock: Returns the current time in seconds.
 
@@ -46,9 +46,9 @@ class WorkerMembership:
         chief_heard_at: Time when the chief last reported that it is still working, by `clock`.
     """
 
-    def __init__(self, names: tuple[str, ...], start_s: float, table: WorkerTable, clock: Callable[[], float]):
+    def __init__(self, names: tuple[str, ...], start_timeout_s: float, table: WorkerTable, clock: Callable[[], float]):
         self.names = names
-        self.start_s = start_s
+        self.start_timeout_s = start_timeout_s
         self.table = table
         self.clock = clock
         self.changed = threading.Condition()
@@ -121,7 +121,7 @@ class WorkerMembership:
 
         Raises: see `wait_for_chief`.
         """
-        until = self.clock() + self.start_s
+        until = self.clock() + self.start_timeout_s
         while self.table.never_connected():
             self.wait_for_chief(until, lambda: f"{self.table.never_connected()} did not call `fit`")
 
