@@ -15,7 +15,7 @@ import rich_click as click
     "--port", type=click.IntRange(0, 65535), metavar="PORT", help="Port on loopback; by default 8787, or a free one."
 )
 @click.option("--control", is_flag=True, help="Buttons to scale, drain a host, take a checkpoint, and stop.")
-@click.option("--listen-fd", type=int, hidden=True)  # the socket of a launcher, whose job is shown
+@click.option("--listen-fd", type=int, hidden=True)  # the listening socket, opened by the launcher of the job to show
 def dashboard(job: str | None, port: int | None, control: bool, listen_fd: int | None) -> None:
     """Show running jobs in a browser: loss, speed, members, events.
 

@@ -1,4 +1,4 @@
-"""The options of `horovodrun` that only set variables of the workers, and those that are not needed: two tables."""
+"""Two tables of `horovodrun` options: those that only set variables of the workers, and those that are not needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUP = "Timeline, tuning and stalls, as in horovodrun"
 
 
 class _Option(NamedTuple):
-    """One row: a command line option, the variable that it sets, and the text of the variable for a value."""
+    """One row: a command-line option, the variable that it sets, and the function that formats its value."""
 
     flags: str
     variable: str
@@ -38,7 +38,7 @@ def _flag(value: bool) -> str:
 
 
 def _path(value: Path) -> str:
-    return str(value.absolute())  # a program may change its directory before it joins the job
+    return str(value.absolute())  # a program may change its working directory before it joins the job
 
 
 def _mebibytes(value: int) -> str:
@@ -100,7 +100,7 @@ _NOT_NEEDED = {
     "--tcp": (None, _TRANSPORT),
     "--thread-affinity": (str, "each worker gets its share of the cores"),
 }
-"""Options that are accepted and said to be unnecessary: the type of their value, None for flags, and why."""
+"""Options that are accepted with a note that they are unnecessary: type of the value (None for flags), and reason."""
 
 
 def _say_not_needed(context: click.Context, option: click.Parameter, value: Any) -> None:
@@ -140,12 +140,12 @@ def _original_options() -> list[Callable[..., Any]]:
 
 
 def _flags(flags: str) -> tuple[str, ...]:
-    """What click takes: `--a/--no-a` is one option with two sides, `--a/--use-a` has two names."""
+    """Flags in click's syntax: `--a/--no-a` is an on/off flag, `--a/--use-a` is one option with two names."""
     return (flags,) if "/--no-" in flags or "/--log-without" in flags else tuple(flags.split("/"))
 
 
 def add_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A decorator: the command takes these options."""
+    """Decorator that adds these options to a command."""
     for original in _original_options():
         command = original(command)
     for row in reversed(_OPTIONS):
@@ -164,7 +164,7 @@ def add_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def ssh_variables(port: int | None, identity_file: Path | None) -> dict[str, str]:
-    """PHALANX_SSH with the port and the private key that options name; nothing if they name none."""
+    """PHALANX_SSH with the given port and private key; empty if neither is given."""
     added = [] if port is None else ["-p", str(port)]
     added += [] if identity_file is None else ["-i", str(identity_file.absolute())]
     command = process_environment().get(names.SSH) or names.DEFAULT_SSH
@@ -172,7 +172,7 @@ def ssh_variables(port: int | None, identity_file: Path | None) -> dict[str, str
 
 
 def variables(**values: Any) -> dict[str, str]:
-    """The environment variables that options set. Omitted options leave the environment unchanged.
+    """Return the environment variables that options set. Omitted options leave the environment unchanged.
 
     Args:
         values: Values of the options by name, such as `cycle_time_ms`; None or False for omitted options.
@@ -187,7 +187,7 @@ def variables(**values: Any) -> dict[str, str]:
             f"--stall-check-shutdown-time-seconds {end_s:g} is less than --stall-check-warning-time-seconds "
             f"{warn_s:g}: the job would end before it warns."
         )
-    # Only a flag with two sides can be given as False; of the others that means that they were not given.
+    # Only an on/off flag can be given as False. For other flags, False means that they were not given.
     given = {row: values.get(row.name) for row in _OPTIONS}
     return {
         row.variable: row.text(value)

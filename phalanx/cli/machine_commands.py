@@ -1,4 +1,4 @@
-"""`phalanx doctor` and `phalanx env`: what there is to train with."""
+"""`phalanx doctor` and `phalanx env`: the environment that is available for training."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The command line: `phalanx` with its commands.
 
-Imports no Keras and no NumPy: the launcher's own start is part of a job's.
+Does not import Keras or NumPy, because the launcher's startup time adds to that of each job.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _STYLE = {
     "theme": "default-slim",
     "text_paragraph_linebreaks": "\n\n",
     "max_width": 110,
-    "style_errors_panel_box": "HORIZONTALS_TOP",  # without borders beside the text, so that it can be searched for
+    "style_errors_panel_box": "HORIZONTALS_TOP",  # no borders beside the text, so that it can be searched
 }
 
 
 class _Commands(click.RichGroup):
     def invoke(self, ctx: click.Context) -> Any:
-        # Until a job handles them: processes that were started on the way to it (ssh) must be ended.
+        # Handle signals until a job does: processes started before it (ssh) must be ended.
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # what nohup ignores stays ignored
+            if signal.getsignal(number) == signal.SIG_DFL:  # signals that nohup ignores stay ignored
                 signal.signal(number, _exit)
         try:
             return super().invoke(ctx)
@@ -55,26 +55,27 @@ def cli() -> None:
 
 
 for command in (run, plan, status, top, dashboard, report, scale, doctor, env):
-    # Click keeps a command's help option as it was first asked for, with its group or without.
+    # Click caches a command's help option on first use, whether within its group or not.
     command.context_settings.update(cli.context_settings)
     cli.add_command(command)
 
 
 def _open_closed_streams() -> None:
-    """If the caller has closed stdin, stdout or stderr, as daemons do, let no other file get its number."""
+    """Open /dev/null for each of stdin, stdout and stderr that the caller has closed, as daemons do. Otherwise, another
+    file would get its number."""
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(fd)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
+            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is `fd`
             setattr(sys, name, os.fdopen(opened, mode, encoding="utf-8", closefd=False))
 
 
 def main() -> None:
-    """The `phalanx` command. An error of Phalanx is shown without traceback and ends with its exit code."""
+    """Run the `phalanx` command. Show an error of Phalanx without a traceback, and exit with its exit code."""
     _open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
-        # Output of workers must not fail in a launcher whose locale has fewer characters.
+        # Output of workers must not fail if the locale of the launcher lacks characters.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:

@@ -1,4 +1,4 @@
-"""`phalanx plan`: what a job would take on machines that are not there."""
+"""`phalanx plan`: predicts the resources and speed of a job on machines that are not available."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PLOTTED_MACHINES = 4096
 DEFAULT_LATENCY_MS = 0.05
-"""One way between two machines of a data centre, as TCP sees it."""
+"""One-way TCP latency between two machines of a data center."""
 DEFAULT_TIMEOUT_S = 600.0
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _LINK = re.compile(r"\s*([\d.]+)\s*([kmg]bit)(?:/?s)?\s*", re.I)
@@ -28,7 +28,7 @@ _REPLICAS, _DEVICES, _PROGRAM = "Replicas on machines", "One program on many dev
 
 
 class LinkType(click.ParamType):  # type: ignore[type-arg]
-    """`10Gbit`, as bits per second."""
+    """Parses a rate such as `10Gbit` as bits per second."""
 
     name = "link"
 
@@ -138,7 +138,7 @@ def plan_replicas(
     plot_file: Path | None,
     **program: Any,
 ) -> None:
-    """Measure the program's step and the software's costs, and show what follows for 1 to `machines` machines."""
+    """Measure the program's step and the software's costs, and show a prediction for 1 to `machines` machines."""
     from phalanx.planning.collective_costs import CollectiveCosts, Machines, NetworkLink
     from phalanx.planning.collective_trial import measure_costs
     from phalanx.planning.examined_program import MAX_REPLICAS
@@ -166,7 +166,7 @@ def plan_replicas(
 def measure_step(
     replicas: int, workers: int, *, program: Sequence[str], module: bool, backend: str | None, timeout_s: float
 ) -> StepMeasurement:
-    """The step of the program as one of so many replicas, of which each machine has `workers`."""
+    """Measure the step of the program as one of `replicas` replicas, with `workers` replicas per machine."""
     from phalanx.config.environment import process_environment
     from phalanx.launcher.worker_environment import thread_settings
     from phalanx.planning.examined_program import examine
@@ -184,7 +184,7 @@ def measure_step(
 
 
 def plan_devices(name: str, *, program: Sequence[str], module: bool, backend: str | None, timeout_s: float) -> None:
-    """Have the program compile its step for a topology, and show what a device needs for it."""
+    """Let the program compile its step for a topology, and show what it requires of a device."""
     from phalanx.config.environment import process_environment
     from phalanx.planning.accelerators import check_compiler, parse_topology
     from phalanx.planning.examined_program import examine

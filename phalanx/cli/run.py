@@ -1,4 +1,4 @@
-"""`phalanx run`: its options, and the job that they describe."""
+"""`phalanx run`: its options and the job that they describe."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONTROL = "control"
 
 @dataclass(frozen=True, slots=True)
 class WorkerRange:
-    """How many workers: `minimum` is None for a job of fixed size, which has `maximum` workers."""
+    """Number of workers. A job of fixed size has `maximum` workers, and `minimum` is None."""
 
     minimum: int | None
     maximum: int
@@ -38,7 +38,7 @@ class WorkerRange:
 
 
 class _WorkersType(click.ParamType):  # type: ignore[type-arg]
-    """`4` or `2:4`, as a `WorkerRange`."""
+    """Parses `4` or `2:4` as a `WorkerRange`."""
 
     name = "workers"
 
@@ -58,7 +58,7 @@ class _WorkersType(click.ParamType):  # type: ignore[type-arg]
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The options of `phalanx run`, as click parsed them; see their help texts."""
+    """Options of `phalanx run` as parsed by click; see their help texts."""
 
     workers: WorkerRange | None
     min_np: int | None
@@ -297,19 +297,19 @@ def run(**options: Any) -> None:
     chosen = RunOptions(**{name: options.pop(name) for name in RunOptions.__dataclass_fields__})
     launch_options["start_timeout_s"] = check_start_timeout(launch_options["start_timeout_s"])
     job = make_request(chosen, LaunchConfig.from_environment(**launch_options))
-    # After all checks: a call that is refused leaves the environment as it was.
-    set_variables(ssh_options | horovodrun_options.variables(**options))  # workers inherit them, on other hosts too
+    # After all checks, so that a rejected call leaves the environment unchanged.
+    set_variables(ssh_options | horovodrun_options.variables(**options))  # workers inherit them, also on other hosts
     try:
         code = run_job(job)
     except BrokenPipeError:
-        # The reader of the output has exited (`| head`). The workers are ended by now; nothing can be shown.
+        # The reader of the output has exited (`| head`). The workers have been stopped; nothing can be shown.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = SIGNAL_BASE + signal.SIGPIPE
     sys.exit(code)
 
 
 def make_request(options: RunOptions, config: LaunchConfig) -> JobRequest:
-    """The job that the options describe.
+    """Return the job that the options describe.
 
     Raises: click.UsageError or ConfigurationError if options contradict each other or their values are not valid.
     """
@@ -344,12 +344,12 @@ def make_request(options: RunOptions, config: LaunchConfig) -> JobRequest:
         training = sum(share.workers for share in shares) - others
         tasks = task_names(training, chief=options.chief, servers=options.ps, evaluator=options.evaluator)
     arguments = _program_arguments(options)
-    # A program that spans all workers cannot lose one: the whole job is restarted instead of the worker.
+    # A program that spans all workers cannot lose one: restart the whole job instead of the worker.
     spans_workers = config.devices_per_worker is not None
     if spans_workers and elastic is not None:
         config = replace(config, max_restarts=config.max_restarts or config.restarts)
     if not options.ps and (elastic is None or spans_workers):
-        config = replace(config, restarts=0)  # a job of workers alone ends with the first that is lost
+        config = replace(config, restarts=0)  # a job without servers ends when it loses a worker
     return JobRequest(
         arguments,
         tasks,
@@ -363,7 +363,7 @@ def make_request(options: RunOptions, config: LaunchConfig) -> JobRequest:
 
 
 def _program_arguments(options: RunOptions) -> tuple[str, ...]:
-    """The program's command line, as after `python`. Raises an error if there is no such program."""
+    """The program's command line after `python`. Raises an error if the program does not exist."""
     from phalanx.launcher.worker_program import check_script
 
     if not options.program:
@@ -375,7 +375,7 @@ def _program_arguments(options: RunOptions) -> tuple[str, ...]:
 
 
 def _dashboard_options(options: RunOptions) -> DashboardOptions | None:
-    """None without a dashboard. Raises an error if a package that it needs is not installed."""
+    """Options of the dashboard; None without one. Raises an error if a package that it needs is not installed."""
     from phalanx.launcher.dashboard_process import check_packages
     from phalanx.launcher.job_request import DashboardOptions
 
@@ -386,7 +386,8 @@ def _dashboard_options(options: RunOptions) -> DashboardOptions | None:
 
 
 def _check_order(options: RunOptions) -> None:
-    """Options behind the script are the script's. Where none says how many workers there are, one may be misplaced."""
+    """Detect misplaced options: options after the script belong to it, but if none sets the number of workers, one of
+    them may be meant for `phalanx run`."""
     if options.names_workers or options.names_hosts:
         return
     program = options.program
@@ -399,7 +400,7 @@ def _check_order(options: RunOptions) -> None:
 
 
 def _worker_range(options: RunOptions) -> WorkerRange:
-    """How many workers, from --workers and horovodrun's options."""
+    """Number of workers according to --workers and horovodrun's options."""
     from phalanx.launcher.host_slots import choose_hosts
 
     given = options.workers or WorkerRange(None, 1)
@@ -415,7 +416,7 @@ def _worker_range(options: RunOptions) -> WorkerRange:
             )
         given = WorkerRange(minimum, maximum, initial)
     if given.minimum is not None and options.names_hosts:
-        # No more processes than the hosts have slots now, as in horovodrun.
+        # As in horovodrun, at most as many processes as the hosts have slots now.
         slots = sum(share.workers for share in choose_hosts(None, options.hosts, options.hostfile))
         given = replace(given, maximum=min(given.maximum, max(slots, given.initial or given.minimum)))
     return given

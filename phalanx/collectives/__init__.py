@@ -1,4 +1,4 @@
-"""How values merge: communicators between the members of one generation."""
+"""Collectives: communicators between the members of one generation."""
 
 from phalanx.collectives.communicator import Communicator, Handle, ReduceOp
 from phalanx.collectives.communicator_factory import connect

@@ -1,7 +1,6 @@
 """The contract of every communicator: how the members of one generation merge values.
 
-`Array` is the only word of this contract that names where values live: host memory. Nothing else in it does, so that
-collectives between devices can take arrays of their own kind.
+Only `Array` ties this contract to host memory, so that collectives between devices can use their own kind of array.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 class ReduceOp(enum.Enum):
-    """How the values of several ranks become one."""
+    """How to combine the values of several ranks."""
 
     SUM = "sum"
     MEAN = "mean"
@@ -29,18 +28,18 @@ class ReduceOp(enum.Enum):
 
 
 class Handle(Protocol):
-    """The pending result of an asynchronous collective."""
+    """Pending result of an asynchronous collective."""
 
     def done(self) -> bool:
-        """Whether `wait` returns at once."""
+        """Whether `wait` returns immediately."""
         ...
 
     def wait(self, timeout_s: float | None = None) -> Any:
-        """The collective's result.
+        """Wait for the result of the collective, and return it.
 
         Raises:
-            CollectiveTimeoutError: it is not done within `timeout_s`. It continues, and may be waited for again.
-            Exception: the collective's own error.
+            CollectiveTimeoutError: Not done within `timeout_s`. The collective continues; `wait` may be called again.
+            Exception: The error of the collective.
         """
         ...
 
@@ -50,12 +49,12 @@ class Communicator(Protocol):
 
     Every rank must call the same methods in the same order with equal shapes, dtypes and operation. If not, all ranks
     raise `CollectiveMismatchError`. If a member is lost, every survivor raises `PeerLostError`. If a member does not
-    come within the timeout, the others raise `CollectiveTimeoutError`. After any of these the communicator can only be
-    closed.
+    arrive within the timeout, the others raise `CollectiveTimeoutError`. After any of these errors, the communicator
+    can only be closed.
 
     Arrays may have any float (bfloat16 and float16 included), integer or boolean dtype. They may be non-contiguous, 0-d
-    or empty. Inputs are never modified. Reductions run in the order of the ranks, not of their
-    arrival; 16-bit floats are summed in float32. So the result has the same bits on every rank and in every run.
+    or empty. Inputs are never modified. Reductions run in rank order, not in order of
+    arrival, and sum 16-bit floats in float32. The result therefore has the same bits on every rank and in every run.
     """
 
     @property
@@ -69,7 +68,7 @@ class Communicator(Protocol):
 
     @property
     def statistics(self) -> Traffic:
-        """What this rank has done in collectives so far. May be read from any thread."""
+        """Statistics of this rank's collectives so far. May be read from any thread."""
         ...
 
     def all_reduce(
@@ -80,27 +79,27 @@ class Communicator(Protocol):
         scale: float | Sequence[float] = 1.0,
         out: Sequence[Array] | None = None,
     ) -> list[Array]:
-        """Merge each array over all ranks; all of them travel together.
+        """Merge each array over all ranks. All arrays are sent together.
 
         Args:
-            arrays: equal in number, shapes and dtypes on all ranks.
-            op: how to merge.
-            scale: factor on this rank's floating arrays before they are merged: one for all, or one for each. It may
-                differ between ranks. With scale 0 an array of any dtype counts as zeros, NaN included, and is not read.
-                Only for SUM.
-            out: contiguous arrays that receive the result. They may be the inputs themselves, in the same order;
-                otherwise they must not overlap them.
+            arrays: Arrays of equal number, shapes and dtypes on all ranks.
+            op: How to merge.
+            scale: Factor for this rank's floating-point arrays before the merge: one for all arrays, or one per array.
+                May differ between ranks. With scale 0, an array of any dtype is not read and counts as zeros, even if
+                it contains NaN. Only for SUM.
+            out: Contiguous arrays that receive the result. They may be the inputs themselves, in the same order;
+                otherwise, they must not overlap the inputs.
 
-        Returns: the merged arrays: `out` if given, else new ones that the caller owns.
+        Returns: The merged arrays: `out` if given, else new arrays that the caller owns.
         """
         ...
 
     def broadcast(self, arrays: Sequence[Array], root: int = 0, *, out: Sequence[Array] | None = None) -> list[Array]:
-        """The arrays of rank `root`, on every rank. The other ranks pass arrays of equal shapes and dtypes."""
+        """Return the arrays of rank `root` on every rank. The other ranks pass arrays of equal shapes and dtypes."""
         ...
 
     def all_gather(self, array: Array) -> list[Array]:
-        """Every rank's array, in rank order. The first dimensions may differ, all else must agree."""
+        """Return every rank's array, in rank order. Only the first dimensions may differ."""
         ...
 
     def reduce_scatter(self, array: Array, op: ReduceOp = ReduceOp.SUM) -> Array:
@@ -108,37 +107,37 @@ class Communicator(Protocol):
         ...
 
     def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
-        """Send `arrays[r]` to rank r; returns what each rank sent here. First dimensions may differ."""
+        """Send `arrays[r]` to rank r, and return what each rank sent here. First dimensions may differ."""
         ...
 
     def barrier(self, what: str = "", nbytes: int = 0) -> None:
         """Return when every rank has called it.
 
         Args:
-            what: what the ranks did before, for messages; equal on all ranks.
-            nbytes: bytes that this rank has passed to the others before by means of its own, for the statistics.
+            what: Preceding work of the ranks, for messages; equal on all ranks.
+            nbytes: Bytes that this rank has already sent to the others by other means, for the statistics.
         """
         ...
 
     def all_gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Every rank's payload, in rank order; lengths may differ."""
+        """Return every rank's payload, in rank order. Lengths may differ."""
         ...
 
     def broadcast_bytes(self, payload: bytes, root: int = 0) -> bytes:
-        """The payload of rank `root`, on every rank. The payloads of other ranks are ignored."""
+        """Return the payload of rank `root` on every rank. The payloads of other ranks are ignored."""
         ...
 
     def run_async(self, name: str, body: Callable[[], Any]) -> Handle:
-        """Run a function in the background, in its turn among the collectives of this rank. It may call several.
+        """Run a function in the background, in order with this rank's collectives. It may call several collectives.
 
-        All ranks must call this in the same order among their collectives. Blocking collectives wait for it.
+        All ranks must call this at the same position among their collectives. Blocking collectives wait for it.
 
         Args:
-            name: what the function does, for messages.
-            body: the function.
+            name: What the function does, for messages.
+            body: Function to run.
         """
         ...
 
     def close(self) -> None:
-        """Free what the communicator owns; safe to call twice. The membership's links stay open."""
+        """Free the resources of the communicator; safe to call twice. The membership's links stay open."""
         ...

@@ -36,11 +36,11 @@ from phalanx.transport.throttle import Throttle
 _log = logging.getLogger(__name__)
 
 SHARED_MEMORY = "shared memory"
-"""The kind of a communicator whose members are all on one host and share memory."""
+"""Kind of a communicator whose members are all on one host and share memory."""
 
 
 class _Facts(msgspec.Struct, frozen=True):
-    """The facts that the ranks exchange first."""
+    """Facts that the ranks exchange first."""
 
     implementation: str
     bytes_per_pack: int
@@ -50,8 +50,8 @@ class _Facts(msgspec.Struct, frozen=True):
 
 
 class _Setup(msgspec.Struct, frozen=True):
-    """One attempt at a segment: the first rank of a host makes the offer, the others answer whether they could open
-    it."""
+    """One attempt to share a segment: the first rank of a host makes the offer, and the others reply whether they could
+    open it."""
 
     offer: SegmentOffer | None = None
     error: str = ""
@@ -68,23 +68,23 @@ def connect(
     config: CollectiveConfig = _WITHOUT_STALL_WARNINGS,
     timeline_track: str = timeline.COLLECTIVES,
 ) -> HostCommunicator:
-    """A communicator of all members. Every member must call this.
+    """Connect a communicator of all members. Every member must call this.
 
     With AUTO, values travel through shared memory within a host and through links between hosts. If processes of one
     host cannot share memory (other users, separate containers), they use links there as well.
 
     Args:
-        membership: the members and their links.
-        options: equal on all ranks; None for the defaults.
-        segment_methods: how to create shared memory, in order of preference (see `shared_segment.METHODS`). Empty to
-            share none.
-        config: the job's settings of collectives. Except for stalls and the log, equal on all ranks.
-        timeline_track: the track of the timeline that shows the collectives.
+        membership: Members and their links.
+        options: Options, equal on all ranks; None for the defaults.
+        segment_methods: Methods to create shared memory, in order of preference (see `shared_segment.METHODS`). Empty
+            to share no memory.
+        config: The job's settings of collectives. Equal on all ranks, except for stalls and the log.
+        timeline_track: Track of the timeline that shows the collectives.
 
     Raises:
-        ConfigurationError: the options ask for NCCL.
-        DisagreementError: the ranks' options differ.
-        PeerLostError, CollectiveTimeoutError: as in any collective.
+        ConfigurationError: The options ask for NCCL.
+        DisagreementError: The ranks' options differ.
+        PeerLostError, CollectiveTimeoutError: As in any collective.
 
     Examples:
         with connect(membership) as communicator:
@@ -102,7 +102,7 @@ def connect(
     ranks = range(membership.world_size)
     if len(ranks) == 1:
         return HostCommunicator(mesh, SingleProcessAlgorithm(membership.rank), "single", options.timeout_s)
-    # The links of the membership need no agreement. Over them the ranks agree on everything else.
+    # Using the links of the membership needs no agreement. The ranks agree on everything else over them.
     links = RingAlgorithm(mesh, ranks, options.bytes_per_pack)
     communicator = HostCommunicator(mesh, links, "ring", options.timeout_s)
     mesh.stalls.warn_after(config.stall_warning_s, options.timeout_s)
@@ -118,7 +118,7 @@ def connect(
             communicator.kind, communicator.runner.algorithm = kind, algorithm
             algorithms = {kind: algorithm, **algorithms}
     if autotune:
-        # Each generation of an elastic job tunes again; the file keeps the results of earlier ones.
+        # Each generation of an elastic job tunes again; the file keeps the results of earlier generations.
         append = membership.generation > FIRST_GENERATION
         log = AutotuneLog(config.autotune_log, append=append) if membership.rank == 0 else None
         communicator.runner.algorithm = AutotunedAlgorithm(algorithms, log)
@@ -135,12 +135,12 @@ def connect(
 def _agree(
     communicator: HostCommunicator, options: CommunicationOptions, simulated_mbits: float | None, autotune: bool
 ) -> list[_Facts]:
-    """Every rank's facts, after comparing what must be equal."""
+    """Exchange the facts of all ranks, and check what must be equal."""
     cores = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     own = _Facts(options.implementation.value, options.bytes_per_pack, simulated_mbits or 0.0, autotune, cores)
     encoded = communicator.all_gather_bytes(msgspec.msgpack.encode(own))
     facts = [decode_message(item, _Facts) for item in encoded]
-    # All ranks compare the same facts, so that all of them raise.
+    # All ranks compare the same facts, so all of them raise.
     for rank, other in enumerate(facts):
         for name in ("implementation", "bytes_per_pack", "simulated_mbits", "autotune"):
             mine, theirs = getattr(facts[0], name), getattr(other, name)
@@ -162,7 +162,7 @@ def _algorithm(
     *,
     autotune: bool,
 ) -> TunableAlgorithm:
-    """The algorithm for ranks some of which share a host; `links` if they cannot share memory."""
+    """Choose the algorithm for ranks of which some share a host; `links` if they cannot share memory."""
     membership, mesh = communicator.membership, links.mesh
     local_ranks = membership.local_ranks
     slot_bytes = max(MIN_SLOT_BYTES, min(SLOT_BYTES, options.bytes_per_pack or SLOT_BYTES))
@@ -201,9 +201,9 @@ def _core_for_each(local_ranks: Sequence[Rank], facts: Sequence[_Facts]) -> bool
 
 
 def _share(communicator: HostCommunicator, size: int, methods: Sequence[str]) -> SharedSegment | None:
-    """The segment of this host, mapped by all its ranks; None if it has one rank or cannot have one.
+    """Return this host's segment, mapped by all its ranks; None if it has a single rank or cannot share memory.
 
-    All ranks of all hosts take part in every attempt, so that they stay in step even if hosts differ.
+    All ranks of all hosts take part in every attempt, so that they stay synchronized even if hosts differ.
     """
     membership = communicator.membership
     local_ranks = membership.local_ranks
@@ -218,8 +218,8 @@ def _share(communicator: HostCommunicator, size: int, methods: Sequence[str]) ->
             except OSError as error:
                 setup = _Setup(error=f"{method}: {error}")
         try:
-            # Between the two exchanges the others open what the first rank offers; it keeps path and descriptor until
-            # all have answered.
+            # Between the two exchanges, the others open the offer of the first rank, which keeps path and descriptor
+            # until all have replied.
             offer = _gather(communicator, setup)[local_ranks[0]].offer
             error_text = setup.error
             if offer is not None and segment is None:
@@ -228,7 +228,7 @@ def _share(communicator: HostCommunicator, size: int, methods: Sequence[str]) ->
                 except OSError as error:
                     error_text = f"{method}: {error}"
             opened = _gather(communicator, _Setup(offer if segment else None, error_text))
-        except BaseException:  # A rank is lost: no other rank will open the segment.
+        except BaseException:  # a rank is lost: no other rank will open the segment
             if segment is not None:
                 segment.close()
             raise

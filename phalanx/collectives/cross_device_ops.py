@@ -26,7 +26,7 @@ class CrossDeviceOps(Protocol):
         scale: float | Sequence[float] = 1.0,
         out: Sequence[Array] | None = None,
     ) -> list[Array]:
-        """As `Communicator.all_reduce`; every rank must call it."""
+        """Like `Communicator.all_reduce`. Every rank must call it."""
         ...
 
 
@@ -34,8 +34,8 @@ _NAMES = ("HierarchicalCopyAllReduce", "NcclAllReduce", "ReductionToOneDevice")
 
 
 def cross_device_ops_of(value: object) -> CrossDeviceOps | None:
-    """The value of `cross_device_ops=` as an object of this module. Those of `tf.distribute` are recognised by their
-    names. A class stands for the object that it makes without arguments: programs often leave out the parentheses.
+    """Convert a value of `cross_device_ops=` to an object of this module. Objects of `tf.distribute` are recognized by
+    name. A class is instantiated without arguments, because programs often omit the parentheses.
 
     Raises: ConfigurationError for anything else.
     """
@@ -59,7 +59,7 @@ class HierarchicalCopyAllReduce:
     """Merges within each host, then between hosts, as the communicator does by itself.
 
     Args:
-        num_packs: the number of groups into which the arrays are divided; the arrays of a group are sent together.
+        num_packs: Number of groups into which the arrays are divided. The arrays of a group are sent together.
     """
 
     def __init__(self, num_packs: int = 1):
@@ -101,16 +101,15 @@ class NcclAllReduce:
 
 
 class ReductionToOneDevice:
-    """Every rank sends to one rank, which merges and sends the result back.
+    """Merges on one rank: the others send it their values, and it sends the result back.
 
-    That rank moves n times as many bytes as the others: useful for a custom way to merge, not for speed.
+    That rank transfers n times as many bytes as the others: useful for a custom merge function, not for speed.
 
     Args:
-        reduce_to_device: the rank that merges; a device name such as `cpu:1` means the rank at its end. None for
-            rank 0.
-        accumulation_fn: merges a list of arrays of equal shapes, one of each rank in rank order, into one array.
-            Floats of up to 16 bits come as float32. `op` may then be SUM or MEAN, which divides the result by the
-            number of ranks. None to merge by `op`.
+        reduce_to_device: Rank that merges, or a device name such as `cpu:1`, whose number is the rank. None for rank 0.
+        accumulation_fn: Function that merges a list of arrays of equal shapes, one per rank in rank order, into one
+            array. It receives floats of up to 16 bits as float32. `op` may then be SUM or MEAN, which divides the
+            result by the number of ranks. None to merge by `op`.
     """
 
     def __init__(
@@ -133,9 +132,8 @@ class ReductionToOneDevice:
     ) -> list[Array]:
         """See `CrossDeviceOps.all_reduce`.
 
-        Raises: ConfigurationError if `reduce_to_device` is no rank of this job, or `accumulation_fn` is
-            given with an op that it cannot mean. If `accumulation_fn` raises, only that rank sees its
-            error; the others see that it left.
+        Raises: ConfigurationError if `reduce_to_device` is not a rank of this job, or `accumulation_fn` is given with
+            an unsupported op. If `accumulation_fn` raises, only that rank sees its error; the others see that it left.
         """
         if self._root >= communicator.world_size:
             raise ConfigurationError(
@@ -172,7 +170,7 @@ class ReductionToOneDevice:
 
 def _agree(communicator: Communicator, op: ReduceOp, arrays: Sequence[Array]) -> None:
     """Raise CollectiveMismatchError on every rank if the ranks pass different arrays or operations. The all-to-all that
-    sends the arrays would not notice."""
+    sends the arrays would not detect it."""
     own = f"op={op.value}, " + ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
     requests = [one.decode() for one in communicator.all_gather_bytes(own.encode())]
     other = next((rank for rank, one in enumerate(requests) if one != requests[0]), None)
@@ -185,7 +183,7 @@ def _agree(communicator: Communicator, op: ReduceOp, arrays: Sequence[Array]) ->
 
 
 def _scaled(array: Array, factor: float) -> Array:
-    """`factor * array` in the wire dtype, in which ranks' values are merged before they are rounded."""
+    """`factor * array` in the wire dtype, in which the ranks' values are merged before rounding."""
     wire = wire_dtype(array.dtype)
     if factor == 1.0:
         return cast(array, wire)

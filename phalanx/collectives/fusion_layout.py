@@ -1,7 +1,7 @@
-"""Many arrays seen as one vector: where each array lies in it, and how to cut it. All pure.
+"""Treats many arrays as one vector: the position of each array, and how to cut the vector. All pure.
 
-A collective moves its arrays as one long vector without ever building it: the vector is cut into chunks, and each chunk
-is a list of pieces, each a range of one array. Concatenating 100 MB first would cost as much as the collective itself.
+A collective sends its arrays as one long vector without building it. The vector is cut into chunks, and each chunk is a
+list of pieces, each a range of one array. Concatenating 100 MB first would cost as much as the collective itself.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ALIGNMENT_BYTES = 64
 
 
 class LayoutPiece(NamedTuple):
-    """Elements `start` to `stop` of number `array`, which lie at `offset` in the chunk.
+    """Elements `start` to `stop` of array number `array`, at `offset` in the chunk.
 
-    `whole` says that this is the complete array, which need not be sliced.
+    `whole` means that this is the complete array, which needs no slicing.
     """
 
     array: int
@@ -39,9 +39,9 @@ class FusionLayout:
     """Arrays of one dtype as one vector.
 
     Attributes:
-        dtype: the dtype of the arrays.
-        indices: the positions of these arrays among the call's arrays.
-        sizes: the sizes of the arrays in elements.
+        dtype: Dtype of the arrays.
+        indices: Positions of these arrays among the call's arrays.
+        sizes: Sizes of the arrays in elements.
     """
 
     dtype: DType
@@ -61,7 +61,7 @@ class FusionLayout:
         return self.total * self.wire.itemsize
 
     def chunks(self, elements: int) -> list[list[LayoutPiece]]:
-        """The whole vector in chunks of up to `elements`; `Piece.array` counts the call's arrays."""
+        """Cut the vector into chunks of up to `elements`. `LayoutPiece.array` counts the call's arrays."""
         return [
             [piece._replace(array=self.indices[piece.array]) for piece in cut(self.sizes, start, stop)]
             for start, stop in ranges(self.total, elements)
@@ -69,7 +69,7 @@ class FusionLayout:
 
 
 def group_by_dtype(dtypes: Sequence[DType], sizes: Sequence[int]) -> tuple[FusionLayout, ...]:
-    """One layout for each dtype, in the order of first appearance; empty arrays are left out."""
+    """Return one layout per dtype, in order of first appearance. Empty arrays are left out."""
     groups: dict[DType, list[int]] = {}
     for index, dtype in enumerate(dtypes):
         if sizes[index]:
@@ -81,14 +81,14 @@ def group_by_dtype(dtypes: Sequence[DType], sizes: Sequence[int]) -> tuple[Fusio
 
 
 def cut(sizes: Sequence[int], start: int, stop: int) -> list[LayoutPiece]:
-    """The pieces that make up elements `start` to `stop` of the arrays laid end to end.
+    """Return the pieces that make up elements `start` to `stop` of the concatenated arrays.
 
     >>> [tuple(piece)[:4] for piece in cut([3, 5], 2, 6)]
     [(0, 2, 3, 0), (1, 0, 3, 1)]
     """
     ends = list(accumulate(sizes))
     pieces: list[LayoutPiece] = []
-    # The first array that ends behind `start`: those that end there, empty ones among them, have no part in it.
+    # The first array that ends after `start`. Arrays that end at `start`, including empty ones, have no part in it.
     index = bisect_right(ends, start)
     position = start
     while position < stop:
@@ -104,7 +104,7 @@ def cut(sizes: Sequence[int], start: int, stop: int) -> list[LayoutPiece]:
 
 
 def ranges(total: int, length: int) -> list[tuple[int, int]]:
-    """0 to `total` in steps of `length`; the last one may be shorter.
+    """Split 0 to `total` into ranges of `length`; the last one may be shorter.
 
     >>> ranges(5, 2)
     [(0, 2), (2, 4), (4, 5)]
@@ -113,7 +113,7 @@ def ranges(total: int, length: int) -> list[tuple[int, int]]:
 
 
 def shares(total: int, count: int, itemsize: int) -> list[tuple[int, int]]:
-    """0 to `total` as `count` contiguous shares, cut at cache lines; the last ones may be smaller or empty.
+    """Split 0 to `total` into `count` contiguous shares, cut at cache lines; the last ones may be smaller or empty.
 
     >>> shares(100, 3, 4)
     [(0, 48), (48, 96), (96, 100)]
@@ -125,15 +125,15 @@ def shares(total: int, count: int, itemsize: int) -> list[tuple[int, int]]:
 
 
 def byte_view(array: Array) -> memoryview:
-    """The memory of a contiguous array, whatever its dtype (bfloat16 has no buffer format) and shape.
+    """Memory of a contiguous array of any shape and dtype (bfloat16 has no buffer format).
 
-    Of a copy, if the array is not contiguous.
+    If the array is not contiguous: memory of a copy.
     """
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def views_between(views: Sequence[memoryview], start: int, stop: int) -> list[memoryview]:
-    """Bytes `start` to `stop` of byte views laid end to end, as views."""
+    """Bytes `start` to `stop` of concatenated byte views, as views."""
     return [
         views[piece.array] if piece.whole else views[piece.array][piece.start : piece.stop]
         for piece in cut([len(view) for view in views], start, stop)

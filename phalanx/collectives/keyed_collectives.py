@@ -1,4 +1,4 @@
-"""Collectives over named arrays, of which the ranks may have different ones."""
+"""Collectives over named arrays. Ranks may have different names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Named = Mapping[str, Array]
 
 
 def broadcast_named(communicator: Communicator, arrays: Named, root: int = 0) -> dict[str, Array]:
-    """The arrays of rank `root`, on every rank; all ranks must call this."""
+    """Return the arrays of rank `root` on every rank. All ranks must call this."""
     described = _decoded(communicator.broadcast_bytes(_described(arrays), root))
     if not described:
         return {}
@@ -24,8 +24,8 @@ def broadcast_named(communicator: Communicator, arrays: Named, root: int = 0) ->
 
 
 def sum_named(communicator: Communicator, arrays: Named) -> dict[str, Array]:
-    """The sums over all ranks of the arrays of each name, which must have one shape and dtype; all ranks must call
-    this."""
+    """Sum the arrays of each name over all ranks. Arrays of one name must have the same shape and dtype. All ranks must
+    call this."""
     described: dict[str, tuple[tuple[int, ...], str]] = {}
     for content in communicator.all_gather_bytes(_described(arrays)):
         described |= _decoded(content)

@@ -1,4 +1,4 @@
-"""What a rank calls: the description that all ranks must share, and the running call."""
+"""The description of a collective, on which all ranks must agree, and the running call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.collectives.fusion_layout import FusionLayout, group_by_dtype
 from phalanx.collectives.reduction import DType, check_reducible
 
 MAX_OPERATIONS = 256
-"""Operations that are kept prepared. A training loop has a handful; varying batches create new ones forever."""
+"""Number of prepared operations to keep. A training loop has a handful; varying batches keep creating new ones."""
 
 ArrayKind = tuple[DType, tuple[int | str, ...]]
 """Dtype and shape of an array; `*` stands for a dimension that may differ between ranks."""
@@ -26,9 +26,9 @@ class CollectiveDescription(msgspec.Struct, frozen=True):
     """The properties that must be equal on all ranks, as text. Ranks compare its signature; errors show it.
 
     Attributes:
-        name: the method that was called.
-        detail: its other arguments, for example `op=sum` or `root=0`; may be empty.
-        arrays: dtype and shape of each array, see `describe_kind`.
+        name: Name of the called method.
+        detail: Its other arguments, for example `op=sum` or `root=0`; may be empty.
+        arrays: Dtype and shape of each array; see `describe_kind`.
     """
 
     name: str
@@ -43,12 +43,12 @@ class CollectiveDescription(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One kind of call, prepared once and used for every call like it.
+    """One kind of call, prepared once and used for all equal calls.
 
     Attributes:
-        description: what all ranks must agree on.
+        description: Description on which all ranks must agree.
         layouts: The arrays grouped by dtype; empty unless this is a reduction.
-        nbytes: bytes that each rank (of a broadcast: the root) contributes; 0 if that differs between calls.
+        nbytes: Bytes that each rank (in a broadcast: the root) contributes; 0 if they differ between calls.
     """
 
     description: CollectiveDescription
@@ -57,21 +57,21 @@ class Operation:
 
     @cached_property
     def signature(self) -> int:
-        """A 64-bit digest of the description, never 0. Two that differ collide once in 10^19."""
+        """A 64-bit digest of the description, never 0. Two different descriptions collide once in 10^19."""
         encoded = msgspec.msgpack.encode(self.description)
-        # 0 is in packets of no operation (`Mesh.send_all`).
+        # 0 marks packets without an operation (`Mesh.send_all`).
         return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little") or 1
 
 
 @lru_cache(MAX_OPERATIONS)
 def prepare(name: str, detail: str = "", kinds: tuple[ArrayKind, ...] = (), nbytes: int = 0) -> Operation:
-    """The operation of a collective that reduces nothing; arguments as for `CollectiveDescription`."""
+    """Prepare a collective without a reduction. Arguments as for `CollectiveDescription`."""
     return Operation(CollectiveDescription(name, detail, tuple(map(describe_kind, kinds))), nbytes=nbytes)
 
 
 @lru_cache(MAX_OPERATIONS)
 def prepare_all_reduce(op: ReduceOp, kinds: tuple[tuple[DType, tuple[int, ...]], ...]) -> Operation:
-    """The operation of an all-reduce. Raises ConfigurationError for arrays that `op` cannot merge."""
+    """Prepare an all-reduce. Raises ConfigurationError for arrays that `op` cannot merge."""
     for dtype, _ in kinds:
         check_reducible(dtype, op)
     sizes = [math.prod(shape) for _, shape in kinds]
@@ -83,12 +83,12 @@ def prepare_all_reduce(op: ReduceOp, kinds: tuple[tuple[DType, tuple[int, ...]],
 
 
 def kinds_of(arrays: Iterable[Array]) -> tuple[tuple[DType, tuple[int, ...]], ...]:
-    """The dtype and shape of each array."""
+    """Dtype and shape of each array."""
     return tuple([(array.dtype, array.shape) for array in arrays])
 
 
 def varying_kind(array: Array) -> ArrayKind:
-    """An array's kind if its first dimension may differ between ranks."""
+    """Kind of an array whose first dimension may differ between ranks."""
     return array.dtype, ("*", *array.shape[1:]) if array.ndim else ()
 
 
@@ -100,14 +100,14 @@ def describe_kind(kind: ArrayKind) -> str:
 
 @dataclass(slots=True)
 class CollectiveCall:
-    """One running collective.
+    """A running collective.
 
     Attributes:
-        number: the number of the collective on this communicator, from 1.
-        operation: what was called.
-        started: when, by `time.monotonic()`.
-        deadline: when it times out, by `time.monotonic()`.
-        signature: that of the operation.
+        number: Number of the collective on this communicator, starting at 1.
+        operation: Operation that was called.
+        started: Time of the call, by `time.monotonic()`.
+        deadline: Time at which it times out, by `time.monotonic()`.
+        signature: Signature of the operation.
     """
 
     number: int
@@ -124,12 +124,12 @@ class CollectiveCall:
 
 
 def explain_mismatch(descriptions: Mapping[int, CollectiveDescription | None]) -> str:
-    """The message of a CollectiveMismatchError: the first difference, with rank and value on both sides.
+    """Return the message of a CollectiveMismatchError: the first difference, with rank and value on both sides.
 
-    The reference is what most ranks called (the call of the lowest rank, if two are equally frequent).
+    The reference is the call of most ranks (of the lowest rank, if two calls are equally frequent).
 
     Args:
-        descriptions: what each rank called; None for a rank that left or hangs and has not said it.
+        descriptions: Call of each rank; None if it is unknown because the rank left or hangs.
     """
     known = {rank: description for rank, description in sorted(descriptions.items()) if description}
     counts = Counter(known.values())

@@ -1,4 +1,4 @@
-"""The options of collectives, with the names and meaning that `tf.distribute` gives them."""
+"""Options of collectives, with the names and meaning of `tf.distribute`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from phalanx.config.environment_variables import DEFAULT_TIMEOUT_S
 from phalanx.errors import ConfigurationError
 
 MICRO_BATCHES = 24
-"""A multiple of 1, 2, 3, 4, 6 and 8: so many workers have equally many micro-batches each."""
+"""A multiple of 1, 2, 3, 4, 6 and 8, so that each of as many workers gets the same number of micro-batches."""
 
 
 class CommunicationImplementation(enum.Enum):
@@ -27,23 +27,23 @@ class CommunicationImplementation(enum.Enum):
 
 
 CollectiveCommunication = CommunicationImplementation
-"""The older name that `tf.distribute.experimental` keeps."""
+"""Older name, kept by `tf.distribute.experimental`."""
 
 
 @dataclass(frozen=True)
 class CommunicationOptions:
-    """How collectives are carried out (`tf.distribute.experimental.CommunicationOptions`).
+    """Options of collectives (`tf.distribute.experimental.CommunicationOptions`).
 
     Args:
-        bytes_per_pack: the largest number of bytes that are sent together; 0 for the default, which measured best.
-            Must be equal on all ranks.
-        timeout_seconds: how long one collective waits for a rank that is connected but does not arrive; then it
-            raises `CollectiveTimeoutError`. None: PHALANX_TIMEOUT, 600 if that is not set.
-        implementation: see `CommunicationImplementation`; the name as a string works as well.
-        deterministic: whether training gives the same bits with any number of workers, on CPUs: weights, optimizer,
+        bytes_per_pack: Maximum number of bytes that are sent together; 0 for the default, which measured best. Must be
+            equal on all ranks.
+        timeout_seconds: How long a collective waits for a rank that is connected but does not arrive, before it raises
+            `CollectiveTimeoutError`. None for PHALANX_TIMEOUT, or 600 if that is not set.
+        implementation: See `CommunicationImplementation`; its name as a string works as well.
+        deterministic: Whether training on CPUs gives the same bits with any number of workers: weights, optimizer,
             history, metrics and predictions. Each global batch is cut into the same micro-batches, whichever worker
-            computes them; what these contribute is summed in one fixed order. It costs speed:
-            see docs/concepts/numbers.md.
+            computes them, and their contributions are summed in a fixed order. This costs speed: see
+            docs/concepts/numbers.md.
         micro_batches: Number of micro-batches per global batch if `deterministic` is set. Fewer are faster; workers
             beyond that number have nothing to compute.
 
@@ -64,7 +64,7 @@ class CommunicationOptions:
             raise ConfigurationError(
                 f"bytes_per_pack is {self.bytes_per_pack}; it must be 0 (chosen automatically) or a number of bytes."
             )
-        object.__setattr__(self, "bytes_per_pack", int(self.bytes_per_pack))  # 1e6, or a number of NumPy
+        object.__setattr__(self, "bytes_per_pack", int(self.bytes_per_pack))  # may be 1e6 or a NumPy number
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise ConfigurationError(
                 f"timeout_seconds is {self.timeout_seconds}; it must be greater than 0, or None for PHALANX_TIMEOUT."
@@ -84,7 +84,7 @@ class CommunicationOptions:
 
     @classmethod
     def of(cls, given: Any) -> CommunicationOptions:
-        """Options that a program gave: these, TensorFlow's of the same name, or None for the default.
+        """Convert options of a program: this class, TensorFlow's class of the same name, or None for the default.
 
         Raises: ConfigurationError for anything else.
         """
@@ -105,4 +105,4 @@ class CommunicationOptions:
 
 
 CollectiveHints = CommunicationOptions
-"""The older name; it took `bytes_per_pack` and `timeout_seconds`."""
+"""Older name; took `bytes_per_pack` and `timeout_seconds`."""

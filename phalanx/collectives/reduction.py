@@ -1,12 +1,11 @@
-"""What a reduction computes, on plain arrays: no process, socket or clock.
+"""The arithmetic of reductions, on plain arrays: no process, socket or clock.
 
-All kinds of communicator reduce with these functions, so that they agree on the numbers:
+All communicators reduce with these functions, so that they agree on the numbers:
 
-- Rows are merged one after the other, in the order they are given, which is the same on every rank.
-- Floats of 16 bits or fewer are staged, scaled and merged as float32 (the *wire* dtype) and rounded once, at
-  the end: a sum of bfloat16 that is rounded after each of 64 terms keeps hardly one digit.
-- Integers wrap around, as in NumPy; booleans merge by `or` (SUM, MAX) and `and` (PRODUCT, MIN), as NumPy's
-  ufuncs have it.
+- Rows are merged one after another in the given order, which is the same on every rank.
+- Floats of 16 bits or fewer are staged, scaled and merged as float32 (the *wire* dtype) and rounded once at the end: a
+  sum of bfloat16 that is rounded after each of 64 terms keeps barely one digit.
+- Integers wrap around, as in NumPy. Booleans merge by `or` (SUM, MAX) and `and` (PRODUCT, MIN), as with NumPy's ufuncs.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ UFUNCS: dict[ReduceOp, np.ufunc] = {
 
 _FLOAT16, _FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
 _MANY = 64
-"""Values from which `half_precision` is faster than NumPy."""
+"""Number of values from which `half_precision` is faster than NumPy."""
 _NARROW_BYTES = 2
 
 
 def is_float(dtype: DType) -> bool:
-    """Whether the dtype is a float, those of ml_dtypes (bfloat16, float8_*) included.
+    """Whether the dtype is a float, including those of ml_dtypes (bfloat16, float8_*).
 
-    NumPy reports the latter as void (`kind == "V"`); their scalar types are not `np.void`, and casting to
-    float32 is what we need of them.
+    NumPy reports the latter as void (`kind == "V"`), but their scalar types are not `np.void`, and they can be cast to
+    float32.
     """
     return dtype.kind == "f" or (dtype.kind == "V" and dtype.type is not np.void and "float" in dtype.name)
 
 
 def wire_dtype(dtype: DType) -> DType:
-    """The dtype in which values are staged and merged: float32 for floats of up to 16 bits, else the same."""
+    """Dtype in which values are staged and merged: float32 for floats of up to 16 bits, else unchanged."""
     return _FLOAT32 if is_float(dtype) and dtype.itemsize <= _NARROW_BYTES else dtype
 
 
@@ -58,7 +57,7 @@ def check_reducible(dtype: DType, op: ReduceOp) -> None:
             f"Pass its numeric parts as separate arrays."
         )
     if op is ReduceOp.MEAN and not is_float(dtype):
-        # tf.distribute would return float64 here, and Horovod would round down. Both surprise.
+        # tf.distribute would return float64 here, and Horovod would round down. Both are surprising.
         raise ConfigurationError(
             f"the mean of {dtype} values is in general not a {dtype}. Cast the array to a float dtype first, "
             f"or use SUM and divide."
@@ -68,7 +67,7 @@ def check_reducible(dtype: DType, op: ReduceOp) -> None:
 def load(source: Array, scale: float, target: Array) -> None:
     """Write `scale * source` to `target` (equal shapes; `target` has the wire dtype of `source`).
 
-    With scale 0 the source is not read: its NaN or infinities do not matter.
+    With scale 0, the source is not read, so its NaN and infinite values do not matter.
     """
     if scale == 1.0:
         _assign(target, source)
@@ -82,15 +81,15 @@ def load(source: Array, scale: float, target: Array) -> None:
 
 
 def merge_rows(rows: Sequence[Array], out: Array, op: ReduceOp, divisor: int = 1) -> None:
-    """Merge equal-shaped rows of the wire dtype, in their order, divide by `divisor`, store in `out`.
+    """Merge equal-shaped rows of the wire dtype in order, divide by `divisor`, and store the result in `out`.
 
-    `out` may have a narrower dtype (it is rounded once) and may be the first row itself, no other.
+    `out` may have a narrower dtype (values are rounded once). It may be the first row itself, but no other row.
     """
     ufunc = UFUNCS[op]
     first = rows[0]
-    target = out if out.dtype == first.dtype else np.empty_like(first)  # not rounded before the last row is in
+    target = out if out.dtype == first.dtype else np.empty_like(first)  # rounded only after the last row
     if len(rows) == 1:
-        target[...] = first  # of its dtype
+        target[...] = first  # has its dtype
     else:
         ufunc(first, rows[1], out=target)
         for row in rows[2:]:
@@ -108,7 +107,7 @@ def finish(merged: Array, out: Array, divisor: int = 1) -> None:
 
 
 def cast(array: Array, dtype: DType) -> Array:
-    """The array in this dtype, itself if it has it."""
+    """Return the array in this dtype; the array itself if it already has it."""
     if array.dtype == dtype:
         return array
     if array.size >= _MANY and (array.dtype, dtype) == (_FLOAT16, _FLOAT32):
@@ -119,5 +118,5 @@ def cast(array: Array, dtype: DType) -> Array:
 
 
 def _assign(target: Array, source: Array) -> None:
-    # Assignment casts as np.copyto(casting="unsafe") does, at half the cost for a small array.
+    # Assignment casts like np.copyto(casting="unsafe"), at half the cost for a small array.
     target[...] = cast(source, target.dtype) if _FLOAT16 in (source.dtype, target.dtype) else source

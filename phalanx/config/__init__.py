@@ -1,10 +1,10 @@
 """Configuration: environment variables, and the frozen values that the rest of the package reads.
 
-    variables       the table of all variables, with defaults and meanings
-    environment     the only access to this process's environment
-    parsing         checks of single variables
-    job_config      what a task reads: JobConfig, CollectiveConfig
-    launch_config   what the launcher reads: LaunchConfig
+    environment_variables   the table of all variables, with defaults and meanings
+    environment             the only access to this process's environment
+    parsing                 parses and checks single variables
+    job_config              settings of a task: JobConfig, CollectiveConfig
+    launch_config           settings of the launcher: LaunchConfig
 
 `phalanx.config.set_memory_growth` is public.
 """
@@ -20,7 +20,7 @@ __all__ = ["set_memory_growth"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported when first used: `job_config` is read by processes that never import Keras.
+    # Imported on first use: processes that never import Keras read `job_config`.
     if name == "set_memory_growth":
         from phalanx.engines import set_memory_growth
 

@@ -1,4 +1,4 @@
-"""The one place that touches this process's environment.
+"""The only place that accesses this process's environment.
 
 Functions that read variables take a mapping, so that tests need no real environment; their default is
 `process_environment()`.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def process_environment() -> MutableMapping[str, str]:
-    """The live environment of this process: child processes inherit what is written to it."""
+    """Return the live environment of this process. Child processes inherit what is written to it."""
     return os.environ
 
 
@@ -21,8 +21,8 @@ def set_variables(variables: Mapping[str, str], *, overwrite: bool = True) -> No
     """Set variables for this process and its children.
 
     Args:
-        variables: values by name.
-        overwrite: whether they replace values that the user has set.
+        variables: Values by name.
+        overwrite: Whether to replace values that the user has set.
     """
     for name, value in variables.items():
         if overwrite or name not in os.environ:
@@ -31,7 +31,7 @@ def set_variables(variables: Mapping[str, str], *, overwrite: bool = True) -> No
 
 @contextmanager
 def temporary_variables() -> Iterator[None]:
-    """A context after which the environment is as it was before."""
+    """Context manager that restores the environment on exit."""
     before = dict(os.environ)
     try:
         yield
@@ -42,10 +42,10 @@ def temporary_variables() -> Iterator[None]:
 
 
 def user_cache_directory() -> Path:
-    """Where Phalanx keeps files of this user between jobs; may not exist yet."""
+    """Directory in which Phalanx keeps files of this user between jobs; may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phalanx"
 
 
 def allows_color() -> bool:
-    """Whether the user's terminal shows colors (https://no-color.org)."""
+    """Whether the user allows colors (https://no-color.org)."""
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

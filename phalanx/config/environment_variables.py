@@ -1,7 +1,7 @@
 """The environment variables that Phalanx reads and sets, with their defaults and meanings.
 
-Each constant is a name. `VARIABLES` is the table of all of them, from which the documentation is checked. Variables of
-one scheduler (`SLURM_...`, `OMPI_...`) are named by its resolver only.
+Each constant is a name. `VARIABLES` is the table of all of them; the documentation is checked against it. Variables
+of a scheduler (`SLURM_...`, `OMPI_...`) appear only in its resolver.
 """
 
 from __future__ import annotations
@@ -9,36 +9,36 @@ from __future__ import annotations
 from typing import NamedTuple
 
 DEFAULT_RENDEZVOUS_TIMEOUT_S = 300.0
-"""5 minutes. Schedulers start the tasks of one job minutes apart, and the user is still there to see it fail."""
+"""5 minutes. Schedulers start the tasks of a job minutes apart, and the user is still present to see it fail."""
 DEFAULT_TIMEOUT_S = 600.0
 """10 minutes. The slowest legitimate delay between two steps is the compilation of a large model or a checkpoint to a
-slow file system. A dead process is noticed at once and does not wait for this."""
+slow file system. A dead process is detected at once, without this wait."""
 DEFAULT_RETURN_TIMEOUT_S = 60.0
 """Time for a scheduler to restart a killed task."""
 DEFAULT_STALL_WARNING_S = 60.0
 """Compiling a large model takes a minute too, but then the warning is informative."""
 DEFAULT_GRACE_S = 4.0
-"""Survivors of a failed worker notice at once, and need a moment to raise and print their own PeerLostError."""
+"""The survivors of a failed worker detect its loss at once, and need a moment to raise and print PeerLostError."""
 DEFAULT_EVALUATOR_GRACE_S = 600.0
-"""One evaluation of the last checkpoint: as long as anything else in a job may take (PHALANX_TIMEOUT)."""
+"""One evaluation of the last checkpoint. The same limit as for anything else in a job (PHALANX_TIMEOUT)."""
 DEFAULT_PREEMPTION_GRACE_S = 30.0
-"""What Kubernetes and the spot machines of cloud providers grant before they switch off."""
+"""The time that Kubernetes and spot machines of cloud providers grant before they shut down."""
 DEFAULT_DISCOVERY_INTERVAL_S = 2.0
-"""Horovod runs its script every second, but hosts take longer than two to come up."""
+"""Horovod runs its script every second, but hosts take more than two seconds to start."""
 DEFAULT_DISCOVERY_TIMEOUT_S = 30.0
 """A discovery script queries a scheduler or a cloud, which may be slow. A slower script hangs."""
 DEFAULT_PORT_BASE = 8888
 """As in TensorFlow's SlurmClusterResolver."""
 DEFAULT_FUSION_BYTES = 64 * 2**20
-"""Half of Horovod 0.28's: large enough that the start of a collective is negligible."""
+"""Half of Horovod 0.28's value. Large enough to make the startup cost of a collective negligible."""
 DEFAULT_CYCLE_MS = 1.0
 DEFAULT_CACHE_CAPACITY = 1024
 DEFAULT_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -T"
-"""Never prompts, and notices a dead host after three missed replies."""
+"""Never prompts, and detects a dead host after three missed replies."""
 
 
 class Variable(NamedTuple):
-    """One row of the table; `default` is what an unset or empty variable means, as text."""
+    """One row of the table; `default` is the meaning of an unset or empty variable, as text."""
 
     name: str
     meaning: str
@@ -138,7 +138,7 @@ DEVICES_PER_WORKER = _variable(
 PLAN = _variable("PHALANX_PLAN", "what `phalanx plan` asks of the program that it runs")
 HOST_GPUS = _variable("PHALANX_HOST_GPUS", "CUDA_VISIBLE_DEVICES before the launcher restricted each worker to one GPU")
 
-# As `horovodrun` sets them, for programs that read them; in elastic jobs, whose ranks change, and beside servers unset.
+# As set by `horovodrun`, for programs that read them. Unset in elastic jobs, whose ranks change, and with servers.
 HOROVOD_RANK = _variable("HOROVOD_RANK", "the rank of this process")
 HOROVOD_SIZE = _variable("HOROVOD_SIZE", "the number of processes")
 HOROVOD_LOCAL_RANK = _variable("HOROVOD_LOCAL_RANK", "the rank of this process among those of its host")
@@ -204,7 +204,7 @@ CACHE_CAPACITY = _variable(
     "HOROVOD_CACHE_CAPACITY", "how many named operations are cached for cheap repetition", DEFAULT_CACHE_CAPACITY
 )
 
-# Of Keras, CUDA and the backends.
+# Variables of Keras, CUDA and the backends.
 KERAS_BACKEND = _variable(
     "KERAS_BACKEND",
     "the backend of Keras",

@@ -40,20 +40,20 @@ class TLSFiles:
 
 
 class Encryption(enum.Enum):
-    """Which connections are encrypted, of those that carry the data of training: collectives, parameter servers.
+    """Which connections that carry training data (collectives, parameter servers) are encrypted.
 
     All others, such as those to the launcher or a `ClusterCoordinator`, are always encrypted in a job with a secret.
     """
 
     ALWAYS = "always"
     REMOTE = "remote"
-    """Those between hosts."""
+    """Only connections between hosts."""
     NEVER = "never"
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineConfig:
-    """Where a job records its timeline, and whether with the cycles of Horovod's controller."""
+    """Where a job records its timeline, and whether it includes the cycles of Horovod's controller."""
 
     path: Path
     marks_cycles: bool = False
@@ -61,14 +61,14 @@ class TimelineConfig:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveConfig:
-    """How collectives behave, beyond `CommunicationOptions`.
+    """Settings of collectives beyond `CommunicationOptions`.
 
     Attributes:
-        simulated_mbits: megabits per second that each task may send at most, in a simulation of a slow network.
-        stall_warning_s: seconds until a warning names the ranks that have not arrived; infinite for no warning.
-        stall_shutdown_s: seconds until the job ends because of them; None for the timeout of the job.
-        autotune: whether the first steps search for the fastest collectives.
-        autotune_log: file in which rank 0 logs the search.
+        simulated_mbits: Maximum megabits per second that each task sends, to simulate a slow network.
+        stall_warning_s: Seconds until a warning names the ranks that have not arrived; infinite for no warning.
+        stall_shutdown_s: Seconds until the job ends because of these ranks; None for the timeout of the job.
+        autotune: Whether the first steps search for the fastest collectives.
+        autotune_log: File in which rank 0 logs the search.
     """
 
     simulated_mbits: float | None = None
@@ -95,10 +95,10 @@ class CollectiveConfig:
 
 @dataclass(frozen=True, slots=True)
 class JobConfig:
-    """The configuration of one task. `phalanx.config.environment_variables` describes the variable behind each field.
+    """Configuration of one task. `phalanx.config.environment_variables` describes the variable behind each field.
 
     Attributes:
-        has_explicit_job_id: whether `job_id` is PHALANX_JOB_ID, as under `phalanx run`, and not a scheduler's.
+        has_explicit_job_id: Whether `job_id` is PHALANX_JOB_ID, as set by `phalanx run`, and not a scheduler's ID.
     """
 
     secret: bytes | None = field(default=None, repr=False)
@@ -119,10 +119,10 @@ class JobConfig:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> JobConfig:
-        """The configuration in the environment.
+        """Read the configuration from the environment.
 
         Args:
-            environ: values by name; the process's environment if not given.
+            environ: Values by name; defaults to the process's environment.
 
         Raises: ConfigurationError naming the variable, its value and a valid example.
         """
@@ -166,9 +166,9 @@ def preemption_signals() -> tuple[signal.Signals, ...]:
 
 
 def run_of_job() -> tuple[str, int]:
-    """The id of the run of `phalanx run` that this process belongs to, and how often it has started the job before.
+    """ID of the `phalanx run` call that this process belongs to, and how often that call has started the job before.
 
-    Without a launcher, the id of the job, if it has one, and 0.
+    Without a launcher: the job ID, if any, and 0.
     """
     values = process_environment()
     run, _, attempt = values.get(names.RUN, "").partition(":")
@@ -184,9 +184,9 @@ def _timeline(values: Mapping[str, str]) -> TimelineConfig | None:
 
 
 def _scheduler_job_id(values: Mapping[str, str]) -> str:
-    """The scheduler's name of the job; empty if the cluster is not the scheduler's, or not all tasks would agree.
+    """The scheduler's ID of the job; empty if the cluster is not from the scheduler, or if tasks may disagree on it.
 
-    Not the name of the job step, since `phalanx doctor` runs in a separate step.
+    Not the ID of the job step, because `phalanx doctor` runs in a separate step.
     """
     if values.get(names.TF_CONFIG):  # may name tasks of several scheduler jobs
         return ""
@@ -202,7 +202,7 @@ def _scheduler_job_id(values: Mapping[str, str]) -> str:
 
 
 def _secret(values: Mapping[str, str]) -> bytes | None:
-    # `is None`, unlike for all others: an empty secret is refused below; see the top of this file.
+    # `is None`, unlike for other variables: an empty secret is refused below; see the top of this file.
     text = values.get(names.SECRET)
     if text is None:
         return None

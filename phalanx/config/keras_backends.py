@@ -13,12 +13,12 @@ DEFAULT_KERAS_BACKEND = "tensorflow"
 
 
 def installed_backends() -> list[str]:
-    """Those that this interpreter could import. None of them is imported."""
+    """Return the backends that this interpreter could import, without importing them."""
     return [backend for backend in BACKENDS if find_spec(backend) is not None]
 
 
 def keras_backend(environment: Mapping[str, str]) -> str:
-    """The backend that Keras will choose: KERAS_BACKEND, else its keras.json, else its default."""
+    """Return the backend that Keras will choose: KERAS_BACKEND, else its keras.json, else its default."""
     if environment.get(KERAS_BACKEND):
         return environment[KERAS_BACKEND]
     home = Path(environment.get("KERAS_HOME") or Path.home() / ".keras")

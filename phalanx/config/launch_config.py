@@ -1,4 +1,4 @@
-"""How a job is launched: the options of the command line and the variables that the launcher reads, in one value."""
+"""The settings of a launch in one value: command-line options and the variables that the launcher reads."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from phalanx.config.parsing import parse_number
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """The launcher's settings.
+    """Settings of the launcher.
 
     Attributes:
-        grace_s: seconds that the survivors of a failed worker have to exit.
-        evaluator_grace_s: seconds that an evaluator has after the training.
-        preemption_grace_s: seconds that a job has for its checkpoint once it has been told to stop.
-        discovery_interval_s: seconds between two runs of a host discovery script.
-        discovery_timeout_s: seconds that one run of a host discovery script may take.
-        backend: value of KERAS_BACKEND for the workers; None leaves it as it is.
-        log_dir: directory for the log of each task and the failure report; None writes no files.
-        start_timeout_s: seconds until all workers must have started; None uses the default.
-        devices_per_worker: how many GPUs, or CPU devices of JAX where there are none, each worker has; None: one GPU.
-        restarts: how often each killed task is restarted.
-        max_restarts: how often the whole job is restarted after it has failed.
-        preemption_signal: name of a signal that, like SIGTERM, means to save a checkpoint and exit.
-        verbose: whether to report the start and exit of each worker.
+        grace_s: Seconds that the survivors of a failed worker have to exit.
+        evaluator_grace_s: Seconds that an evaluator has after the training.
+        preemption_grace_s: Seconds that a job has to write its checkpoint after a request to stop.
+        discovery_interval_s: Seconds between two runs of a host discovery script.
+        discovery_timeout_s: Time limit in seconds for one run of a host discovery script.
+        backend: Value of KERAS_BACKEND for the workers; None leaves it unchanged.
+        log_dir: Directory for the log of each task and the failure report; None writes no files.
+        start_timeout_s: Seconds until all workers must have started; None for the default.
+        devices_per_worker: GPUs of each worker, or CPU devices of JAX if there are no GPUs; None for one GPU.
+        restarts: Maximum restarts of each killed task.
+        max_restarts: Maximum restarts of the whole job after a failure.
+        preemption_signal: Name of a signal that, like SIGTERM, requests a checkpoint and exit.
+        verbose: Whether to report the start and exit of each worker.
     """
 
     grace_s: float = names.DEFAULT_GRACE_S
@@ -48,10 +48,11 @@ class LaunchConfig:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None, **options: Any) -> LaunchConfig:
-        """The settings in the environment, with fields of this class in `options` for the rest.
+        """Read settings from the environment, and take the other fields from `options`.
 
         Args:
-            environ: values by name; the process's environment if not given.
+            environ: Values by name; defaults to the process's environment.
+            **options: Values of the other fields.
 
         Raises: ConfigurationError naming a variable, its value and a valid example.
         """

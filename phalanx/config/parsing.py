@@ -1,4 +1,4 @@
-"""Reads one environment variable each, from a mapping. An unset and an empty variable both mean the default."""
+"""Functions that each parse one environment variable in a mapping. Unset and empty variables mean the default."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.errors import ConfigurationError
 def parse_number(
     values: Mapping[str, str], name: str, default: float, *, unit: str = "", positive: bool = False
 ) -> float:
-    """A finite number of at least 0, or greater than 0 if `positive`.
+    """Parse a finite number of at least 0, or greater than 0 if `positive`.
 
     Raises: ConfigurationError naming the variable and its value.
     """
@@ -25,7 +25,7 @@ def parse_number(
 def parse_optional_number(
     values: Mapping[str, str], name: str, *, unit: str = "", positive: bool = False, example: float
 ) -> float | None:
-    """As `parse_number`; None if the variable is not set."""
+    """Like `parse_number`, but return None if the variable is not set."""
     text = values.get(name)
     if not text:
         return None
@@ -40,28 +40,28 @@ def parse_optional_number(
 
 
 def parse_integer(values: Mapping[str, str], name: str) -> int | None:
-    """A whole number of at least 0; None if the variable is not set."""
+    """Parse a whole number of at least 0. Return None if the variable is not set."""
     text = values.get(name)
     if not text:
         return None
-    # Not int() alone, which also accepts "1_000" and digits of other scripts, and fails at thousands of them.
+    # Not int() alone: it also accepts "1_000" and digits of other scripts, and fails for thousands of digits.
     if not re.fullmatch("[0-9]{1,18}", text):
         raise ConfigurationError(f"{name}={text!r} is not a whole number of at least 0. Write for example {name}=3.")
     return int(text)
 
 
 def parse_switch(values: Mapping[str, str], name: str) -> bool:
-    """Off for 0 and the words for no; Horovod itself reads any word as 0, and so as off."""
+    """Parse a switch: off for 0, false, no and off. Horovod itself reads every word as 0, and so as off."""
     return values.get(name, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
 def parse_path(values: Mapping[str, str], name: str) -> Path | None:
-    """An absolute path, since a program may change its directory later; None if the variable is not set."""
+    """Return an absolute path, because a program may change its directory later; None if the variable is not set."""
     return Path(values[name]).absolute() if values.get(name) else None
 
 
 def parse_signal(name: str) -> signal.Signals:
-    """The signal of a name like USR1 or SIGUSR1.
+    """Parse the name of a signal, such as USR1 or SIGUSR1.
 
     Raises: ConfigurationError for a signal that cannot announce a preemption.
     """

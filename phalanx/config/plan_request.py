@@ -1,4 +1,4 @@
-"""What `phalanx plan` asks of the program that it runs: measured or compiled steps instead of training."""
+"""The request of `phalanx plan` to the program that it runs: to measure or compile steps instead of training."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from phalanx.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """One examination of a program.
+    """Request to examine a program.
 
     Attributes:
-        result: file that the program writes before its first `fit` ends it.
-        replicas: how many replicas the program believes to be one of.
-        topology: the devices for which a step is compiled, such as `v5e:2x4`; empty to measure a replica's step.
+        result: File that the program writes before its first `fit` ends it.
+        replicas: Number of replicas in the simulated job.
+        topology: Devices to compile a step for, such as `v5e:2x4`; empty to measure a replica's step.
     """
 
     result: Path
@@ -26,18 +26,18 @@ class PlanRequest:
     topology: str = ""
 
     def as_text(self) -> str:
-        """The value of PHALANX_PLAN."""
+        """Return the request as the value of PHALANX_PLAN."""
         return json.dumps(asdict(self) | {"result": str(self.result)})
 
     @classmethod
     def from_environment(cls) -> PlanRequest | None:
-        """The request to examine this program; None if there is none."""
+        """Return the request to examine this program; None if there is none."""
         text = process_environment().get(PLAN)
         return cls.from_text(text) if text else None
 
     @classmethod
     def from_text(cls, text: str) -> PlanRequest:
-        """Raises: ConfigurationError if `as_text` did not write this."""
+        """Parse a request. Raises: ConfigurationError if `as_text` did not write it."""
         try:
             fields = json.loads(text)
             return cls(Path(fields["result"]), int(fields["replicas"]), str(fields["topology"]))

@@ -1,4 +1,4 @@
-"""Names of tasks as the launcher has them, `worker/1`, `ps/0`, and the rank of the chief."""
+"""Names of tasks as the launcher uses them, such as `worker/1` and `ps/0`, and the rank of the chief."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ WITHOUT_REPLICA = ("ps/", "evaluator/")
 
 
 def trains(task: str) -> bool:
-    """Whether a task has a replica of the model that it trains. Servers and evaluators compute little, or at any time:
-    they have no rank, and the cores are divided among the others."""
+    """Whether a task trains a replica of the model. Servers and evaluators compute little or at any time: they have no
+    rank, and the cores are divided among the other tasks."""
     return not task.startswith(WITHOUT_REPLICA)
 
 
 def count_workers(number: int) -> str:
-    """So many workers, in words.
+    """Format a number of workers.
 
     >>> count_workers(1)
     '1 worker'
