@@ -87,7 +87,7 @@ class ClusterCoordinator:
             FunctionServer(strategy, worker, self).run()
             sys.exit(0)
         self._worker = worker
-        worker.scope_registry.settle()
+        worker.scope_registry.freeze()
         me = worker.client.identity
         # Only one thread at a time packs and communicates with the servers. Acquired before the dispatcher's lock.
         self._lock = threading.RLock()

@@ -16,7 +16,7 @@ import keras
 from phalanx.engines.tensors import Tensors
 from phalanx.errors import UnsupportedError
 from phalanx.runtime.pickling import dumps_referring, loads_referring, refusing
-from phalanx.training.call_pickling import by_value
+from phalanx.training.call_pickling import value_reducer
 from phalanx.training.scope_registry import KINDS, ScopedName, ScopeRegistry
 
 # The types that most of a pickle consists of, so that little time is spent on checking whether they are references.
@@ -44,7 +44,7 @@ class References:
         self._fixed = dict(fixed)
         self._scope_registry = scope_registry
         self._tensors = tensors
-        self.reduce = by_value(tensors)
+        self.reduce = value_reducer(tensors)
         self._owners: dict[int, tuple[ScopedName, int]] = {}  # by id of the variable; rebuilt when one is not found
 
     def refer(self, thing: Any) -> tuple[Any, ...] | None:

@@ -94,7 +94,7 @@ class FunctionServer:
         set_index(worker.number - 1)
         tensors = make_tensors()
         if has_program:
-            worker.scope_registry.settle()
+            worker.scope_registry.freeze()
         self.references = WorkerReferences(
             {"strategy": strategy, "coordinator": coordinator}, worker.scope_registry, tensors
         )

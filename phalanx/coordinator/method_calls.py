@@ -18,7 +18,7 @@ from phalanx.engines.tensors import Tensors
 from phalanx.keras_compat.copies.model_copies import record_construction
 from phalanx.keras_compat.copies.object_names import name_counters
 from phalanx.runtime.pickling import dumps_referring, refusing
-from phalanx.training.call_pickling import A_CALL_TAKES, of_call
+from phalanx.training.call_pickling import ARGUMENT_ADVICE, call_reducer
 from phalanx.training.program_effects.program_random_state import encode_random_state
 from phalanx.training.scope_registry import KINDS, ScopedName
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
@@ -67,7 +67,7 @@ class MethodCalls:
             yield  # only the chief evaluates and predicts; workers reach a nested call by themselves
             return
         scope_registry = self._worker.scope_registry
-        scope_registry.note(model)  # it may have been constructed before the scope
+        scope_registry.register(model)  # it may have been constructed before the scope
         name = scope_registry.name_of(model)
         assert name is not None, "it was noted just now"
         fit, state = self._worker.last_fit + 1, MethodState(encode_random_state(), name_counters())
@@ -94,12 +94,12 @@ class MethodCalls:
             own = scope_registry.name_of(thing) if isinstance(thing, KINDS) else None
             return ("scoped", *own) if own is not None and self.definitions.includes([own]) else None
 
-        reduce = of_call(self._tensors, with_weights=True)
+        reduce = call_reducer(self._tensors, with_weights=True)
         contents = {}
         for argument, value in arguments.items():
             with refusing(
                 f"{method}({argument}=...) cannot travel to workers that run no program of their own",
-                f"{A_CALL_TAKES}, or run the same program on all tasks.",
+                f"{ARGUMENT_ADVICE}, or run the same program on all tasks.",
             ):
                 contents[argument] = dumps_referring(value, refer, reduce)
         return CallMethod(name, method, fit), [pickle.dumps(state), pickle.dumps(contents)]

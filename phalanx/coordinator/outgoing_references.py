@@ -125,7 +125,7 @@ class OutgoingReferences(References):
     def _name(self, thing: Any) -> ScopedName:
         found = self._scope_registry.name_of(thing)
         if found is not None and self._scope_registry.find(found) is None and self._accepts_later_objects():
-            self._scope_registry.settle(again=True)
+            self._scope_registry.freeze(include_new=True)
         name = super()._name(thing)
         self._recorded.names.add(name)
         return name

@@ -24,7 +24,7 @@ from phalanx.keras_compat.copies.model_copies import LayerDescription, describe_
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.keras_compat.variables.host_values import to_host
 from phalanx.runtime.pickling import dumps_referring, refusing
-from phalanx.training.call_pickling import of_call
+from phalanx.training.call_pickling import call_reducer
 from phalanx.training.scope_registry import KINDS, ScopedName, ScopeRegistry
 
 Array = np.ndarray[Any, Any]
@@ -209,7 +209,7 @@ class OutgoingDefinitions:
         packed[root] = digest, content
 
     def _pickled(self, thing: Any, refer: Any) -> bytes:
-        return dumps_referring(thing, refer, of_call(self._tensors, with_weights=False))
+        return dumps_referring(thing, refer, call_reducer(self._tensors, with_weights=False))
 
 
 def _fail(error: PhalanxError) -> NoReturn:

@@ -167,7 +167,7 @@ class WorkerServer:
         parts = parts_of(copied)
         for name, part in zip(names, parts, strict=True):
             if name != NAMELESS:
-                worker.scope_registry.put(name, part)
+                worker.scope_registry.assign_name(name, part)
                 functions.references.creation_errors.pop(name, None)
             if isinstance(part, keras.optimizers.Optimizer):
                 functions.variables.refuse(part)

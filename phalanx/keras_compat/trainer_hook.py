@@ -140,7 +140,7 @@ def install(dispatcher: KerasDispatcher) -> None:
     _patches.replace(keras.layers.BatchNormalization, "__init__", accepting_synchronized)
     _patches.replace(keras.layers.BatchNormalization, "_moments", synchronizing)
     for kind in OBJECT_KINDS:
-        # The base classes: constructors of subclasses call these, perhaps several times (`ScopeRegistry.note`).
+        # The base classes: constructors of subclasses call these, perhaps several times (`ScopeRegistry.register`).
         _patches.replace(defining_class(kind, "__init__"), "__init__", _registering_object)
     _patches.replace(defining_class(keras.Variable, "_initialize"), "_initialize", _registering_variable)
     _keep_added_losses()

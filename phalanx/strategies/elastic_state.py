@@ -29,7 +29,7 @@ from phalanx.keras_compat.variables.host_values import host_copy, to_host
 from phalanx.strategies import current_job
 from phalanx.training import state_sync
 from phalanx.training.checks.same_model import check_chiefs_model, structure_of
-from phalanx.training.replica import EntryOverError, Replica
+from phalanx.training.replica import EntryFinishedError, Replica
 from phalanx.transport.serialization import decode, encode, is_serializable
 
 T = TypeVar("T")
@@ -186,7 +186,7 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
                     state._group = None
                 entry.result = encode(result) if is_serializable(result) else encode(None)
                 return result
-        except EntryOverError as over:
+        except EntryFinishedError as over:
             logger.warning("The other members have finished this loop: you get its result, but not its final state.")
             state._keep()
             return decode(over.result)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ from phalanx.devices.gpu_assignment import check_devices, keras_device
 from phalanx.devices.gpu_count import count_gpus
 from phalanx.errors import ConfigurationError
 from phalanx.strategies.strategy import Strategy
-from phalanx.training.replica import alone
+from phalanx.training.replica import single_replica
 from phalanx.training.training_policy import TrainingPolicy, on_device
 
 
@@ -40,7 +40,7 @@ class OneDeviceStrategy(Strategy):
                 raise ConfigurationError(
                     f"OneDeviceStrategy({device!r}): {keras.backend.backend()} has no device {name} ({error})."
                 ) from error
-        super().__init__(alone(), policy=TrainingPolicy(device=name))
+        super().__init__(single_replica(), policy=TrainingPolicy(device=name))
         self._device = device
 
     @property

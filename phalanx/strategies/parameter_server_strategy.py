@@ -41,7 +41,7 @@ from phalanx.runtime import process_exit, progress, telemetry
 from phalanx.strategies.strategy import Strategy
 from phalanx.training import model_dispatch
 from phalanx.training.program_effects.program_random_state import encode_random_state, restore_random_state
-from phalanx.training.replica import alone
+from phalanx.training.replica import single_replica
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class ParameterServerStrategy(Strategy):
         if embedding_rows not in ("auto", True, False):
             raise ConfigurationError(f"embedding_rows is {embedding_rows!r}; write True, False or 'auto'.")
         # Workers connect to the servers only: there is no communicator between them.
-        super().__init__(alone(), resolver)
+        super().__init__(single_replica(), resolver)
         self._worker: ParameterServerWorker | None = None  # None on an evaluator, which trains alone
         if identity.task.type != EVALUATOR:
             return_timeout_s = RETURN_TIMEOUT_S if snapshot_dir is not None or replication > 1 else 0.0
@@ -136,7 +136,7 @@ class ParameterServerStrategy(Strategy):
     def for_worker(cls, worker: ParameterServerWorker, resolver: ClusterResolver) -> ParameterServerStrategy:
         """Create the strategy of a worker that does not run the program itself."""
         strategy = cls.__new__(cls)
-        Strategy.__init__(strategy, alone(), resolver)
+        Strategy.__init__(strategy, single_replica(), resolver)
         strategy._worker = worker
         return strategy
 

@@ -26,7 +26,7 @@ from phalanx.keras_compat.variables.merged_variables import MergedOnRead
 from phalanx.strategies.current_job import current_replica
 from phalanx.training import state_sync
 from phalanx.training.preemption import notified_by_signals
-from phalanx.training.replica import Replica, alone
+from phalanx.training.replica import Replica, single_replica
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class PreemptionCheckpointHandler:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         termination_config: TerminationConfig | None = None,
     ) -> None:
-        self._replica = current_replica() or alone()
+        self._replica = current_replica() or single_replica()
         if self._replica.elastic is not None or self._replica.mesh_parts is not None:
             raise UnsupportedError(
                 "PreemptionCheckpointHandler is for replicas whose number is fixed. In elastic jobs, members may leave "

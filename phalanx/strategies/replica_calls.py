@@ -23,7 +23,7 @@ from phalanx.keras_compat.copies.keras_settings import KerasSettings, keras_sett
 from phalanx.keras_compat.copies.model_copies import LayerDescription
 from phalanx.keras_compat.copies.object_attributes import LayerAttributes
 from phalanx.runtime.pickling import dumps_referring, loads_referring, refusing
-from phalanx.training.call_pickling import A_CALL_TAKES, of_call
+from phalanx.training.call_pickling import ARGUMENT_ADVICE, call_reducer
 from phalanx.training.model_dispatch import has_trainer, policy_of
 from phalanx.training.program_effects.program_random_state import encode_random_state
 from phalanx.training.training_policy import TrainingPolicy
@@ -177,7 +177,7 @@ def _pickled(thing: Any, what: str, tensors: Tensors, layer_indices: Mapping[int
     """
     with refusing(
         f"{what} cannot travel to the other replicas of this session",
-        f"{A_CALL_TAKES}, or put the training into a function and call phalanx.launch(function, workers=N).",
+        f"{ARGUMENT_ADVICE}, or put the training into a function and call phalanx.launch(function, workers=N).",
     ):
-        reduce = of_call(tensors, with_weights=bool(layer_indices))
+        reduce = call_reducer(tensors, with_weights=bool(layer_indices))
         return dumps_referring(thing, lambda each: layer_indices.get(id(each)), reduce)

@@ -11,7 +11,7 @@ from phalanx.cluster.resolvers.auto_resolver import as_resolver
 from phalanx.engines.spmd.placement import Placement
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.strategies.current_job import join_job
-from phalanx.training.replica import Replica, alone
+from phalanx.training.replica import Replica, single_replica
 
 
 def join_spmd_job(strategy: str, cluster_resolver: Any = None) -> Replica:
@@ -36,7 +36,7 @@ def join_spmd_job(strategy: str, cluster_resolver: Any = None) -> Replica:
         )
     resolver = as_resolver(cluster_resolver)
     if not resolver.cluster_spec():
-        return alone()
+        return single_replica()
     job = join_job(resolver, None)
     job.connect_devices()
     return job.replica

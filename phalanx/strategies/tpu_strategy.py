@@ -11,7 +11,7 @@ from phalanx.strategies.device_meshes import mirrored_placement
 from phalanx.strategies.spmd_job import with_mesh
 from phalanx.strategies.strategy import Strategy
 from phalanx.strategies.tpu_system import join_tpu_job
-from phalanx.training.replica import alone
+from phalanx.training.replica import single_replica
 from phalanx.training.training_policy import TrainingPolicy
 
 
@@ -47,6 +47,6 @@ class TPUStrategy(Strategy):
             )
         # `phalanx plan --topology` compiles for TPUs on a machine that has none.
         is_planned = PlanRequest.from_environment() is not None
-        replica = alone() if is_planned else join_tpu_job("TPUStrategy", tpu_cluster_resolver)
+        replica = single_replica() if is_planned else join_tpu_job("TPUStrategy", tpu_cluster_resolver)
         placement = mirrored_placement()
         super().__init__(with_mesh(replica, placement), tpu_cluster_resolver, TrainingPolicy(placement=placement))

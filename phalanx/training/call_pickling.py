@@ -14,34 +14,36 @@ from phalanx.keras_compat.copies.object_attributes import plain_attributes
 from phalanx.runtime.pickling import Reduce
 from phalanx.training.chief_callbacks import runs_on_chief
 
-A_CALL_TAKES = "Pass arrays, a keras.utils.PyDataset, a DataLoader or a tf.data.Dataset rather than a running generator"
+ARGUMENT_ADVICE = (
+    "Pass arrays, a keras.utils.PyDataset, a DataLoader or a tf.data.Dataset rather than a running generator"
+)
 """Start of the advice if an argument cannot be sent."""
 
 
-def by_value(tensors: Tensors, *, with_weights: bool = False) -> Reduce:
+def value_reducer(tensors: Tensors, *, with_weights: bool = False) -> Reduce:
     """Reduce Keras objects like `model_copies`, and objects of the backend like `tensors`.
 
     Args:
         with_weights: Whether layers include their weights.
     """
 
-    def reduced(thing: Any) -> Any:
-        found = model_copies.reduce_keras_object(thing, with_weights=with_weights)
-        return tensors.reduce(thing) if found is NotImplemented else found
+    def reduced(obj: Any) -> Any:
+        found = model_copies.reduce_keras_object(obj, with_weights=with_weights)
+        return tensors.reduce(obj) if found is NotImplemented else found
 
     return reduced
 
 
-def of_call(tensors: Tensors, *, with_weights: bool) -> Reduce:
-    """Extend `by_value` to the arguments of a model's method: callbacks that only the chief runs become shells."""
-    others = by_value(tensors, with_weights=with_weights)
+def call_reducer(tensors: Tensors, *, with_weights: bool) -> Reduce:
+    """Extend `value_reducer` to the arguments of a model's method: callbacks that only the chief runs become shells."""
+    others = value_reducer(tensors, with_weights=with_weights)
 
-    def reduced(thing: Any) -> Any:
-        if isinstance(thing, OnChief):
-            return OnChief, (thing.create(),)
-        if isinstance(thing, keras.callbacks.Callback) and runs_on_chief(thing):
+    def reduced(obj: Any) -> Any:
+        if isinstance(obj, OnChief):
+            return OnChief, (obj.create(),)
+        if isinstance(obj, keras.callbacks.Callback) and runs_on_chief(obj):
             # The other process never calls it, but examines what it does, such as in the middle of an epoch.
-            return copyreg.__newobj__, (type(thing),), plain_attributes(thing)  # type: ignore[attr-defined]
-        return others(thing)
+            return copyreg.__newobj__, (type(obj),), plain_attributes(obj)  # type: ignore[attr-defined]
+        return others(obj)
 
     return reduced

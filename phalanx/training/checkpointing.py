@@ -18,7 +18,7 @@ from phalanx.monitoring import timeline
 from phalanx.runtime import telemetry
 from phalanx.runtime.exit_codes import sendable
 from phalanx.training.fit_position import FitRecorder, restart_epoch
-from phalanx.training.fit_resumption import STATE, FitResumption, FitSnapshot, variables_beyond_weights
+from phalanx.training.fit_resumption import FIT_STATE_KEY, FitResumption, FitSnapshot, variables_beyond_weights
 from phalanx.training.fit_state import ReplicaFitState
 from phalanx.training.replica_model import ReplicaModel
 from phalanx.training.steps.stepper import RetryOnMembershipChange
@@ -47,8 +47,8 @@ class FitCheckpointing:
         self._epochs_in_ledger = 0
         # Steps, and seconds of the monotonic clock, at the last save. All ranks record them, so that a new chief has
         # them; only the chief decides by them.
-        self._saved_at = 0
-        self._saved_time = time.monotonic()
+        self._last_save_step = 0
+        self._last_save_time = time.monotonic()
         self._is_postponed = False  # on the chief: a save was due while another was being written
 
     @property
@@ -66,14 +66,14 @@ class FitCheckpointing:
         if snapshot is None:
             return None
         self._resumption.check(snapshot, state.source.samples, state.source.num_batches)
-        state.stepper.load_pooled(snapshot.pooled)
+        state.stepper.load_combined(snapshot.pooled)
         restart = (lambda: restart_epoch(self._model, state)) if snapshot.step else None
         self._recorder.restore(snapshot, restart, fresh)
         return snapshot
 
     def start(self) -> None:
         """Prepare for the first step: start the intervals, and clear the notices of warm-up steps."""
-        self._note_saved()
+        self._record_save()
         self._resumption.notice.is_preempted = self._resumption.notice.is_save_due = False
 
     def announce(self, *, steps: int = 0) -> None:
@@ -99,12 +99,12 @@ class FitCheckpointing:
         if notice.is_save_due or (ends_epoch and saves_each_epoch):
             snapshot = self._retry(self._snapshot)
             notice.is_save_due = False
-            self._note_saved()
+            self._record_save()
             writer = self._resumption.writer
             # If all write together, no rank may decide for itself.
             if writer.is_collective or (self._replica.is_chief and not writer.busy):
                 timeline.current.enter("checkpoint")
-                writer.begin(*self._prepared(snapshot))
+                writer.begin(*self._writer_arguments(snapshot))
                 timeline.current.leave()
             else:
                 self._is_postponed = self._replica.is_chief
@@ -119,7 +119,7 @@ class FitCheckpointing:
             writer.wait()  # one writer at a time: names are swept below
             if self._replica.is_chief:
                 self._resumption.directory.remove_partial_files()  # an earlier chief may have been killed while writing
-            writer.write(*self._prepared(snapshot))
+            writer.write(*self._writer_arguments(snapshot))
 
     def _stop(self) -> None:
         """Save the preempted job; no rank exits before that is done."""
@@ -128,14 +128,14 @@ class FitCheckpointing:
             snapshot, path, writer = self._snapshot(), None, self._resumption.writer
             if writer.is_collective or self._replica.is_chief:
                 # Before the broadcast: a rank that has received the path may exit, and so end the job.
-                path = writer.write(*self._prepared(snapshot))
-            resumes = self._where_it_resumes(path) if self._replica.is_chief else ""
+                path = writer.write(*self._writer_arguments(snapshot))
+            resumes = self._describe_resumption(path) if self._replica.is_chief else ""
             return self._replica.broadcast_from_chief(sendable(resumes))
 
         resumes = self._retry(save)
         raise PreemptedError(f"The job was preempted after {self._recorder.applied} steps. {resumes}")
 
-    def _where_it_resumes(self, path: Any) -> str:
+    def _describe_resumption(self, path: Any) -> str:
         """As the chief, describe where a restarted job resumes; `path` is None if its state could not be saved."""
         if path is not None:
             return f"It resumes from {path} when it is started again."
@@ -147,24 +147,25 @@ class FitCheckpointing:
         place = "the beginning" if former is None else former.path
         return f"Its last state could NOT be saved: started again, it resumes from {place}."
 
-    def _note_saved(self) -> None:
-        self._saved_at, self._saved_time = self._recorder.applied, time.monotonic()
+    def _record_save(self) -> None:
+        self._last_save_step, self._last_save_time = self._recorder.applied, time.monotonic()
         self._is_postponed = False
         telemetry.current.is_save_requested = False
 
     def _is_due(self, applied: int) -> bool:
         steps, seconds = self._resumption.checkpoint.every_steps, self._resumption.checkpoint.every_seconds
-        by_steps = steps is not None and applied // steps > self._saved_at // steps
+        by_steps = steps is not None and applied // steps > self._last_save_step // steps
         return (
             telemetry.current.is_save_requested
             or self._is_postponed
             or by_steps
-            or (seconds is not None and time.monotonic() - self._saved_time >= seconds)
+            or (seconds is not None and time.monotonic() - self._last_save_time >= seconds)
         )
 
     def _snapshot(self, *, is_over: bool = False) -> FitSnapshot:
-        # `pooled` has the only collectives of a checkpoint. `_prepared` has none: a chief may call it alone.
-        pooled = dict(self._state.stepper.pooled())
+        # `combined_state` has the only collectives of a checkpoint. `_writer_arguments` has none: a chief may call
+        # it alone.
+        pooled = dict(self._state.stepper.combined_state())
         source = self._state.source
         return FitSnapshot(
             **vars(self._recorder.position()),
@@ -178,7 +179,7 @@ class FitCheckpointing:
             streams=self._replica.random_streams.position,
         )
 
-    def _prepared(self, snapshot: FitSnapshot) -> tuple[Any, int, State]:
+    def _writer_arguments(self, snapshot: FitSnapshot) -> tuple[Any, int, State]:
         """Return the writer's arguments: the model with its newest values, its step, and a function that does the
         remaining work in any thread, from copies of everything that changes with the next step."""
         model, ledger = self._model.model, self._recorder.ledger
@@ -193,7 +194,7 @@ class FitCheckpointing:
             if ledger_copy is not None:
                 snapshot.ledger = ledger_copy.encoded()
                 self._write_ledger(ledger_copy)
-            return {STATE: base64.b64encode(encode(vars(snapshot))).decode()}
+            return {FIT_STATE_KEY: base64.b64encode(encode(vars(snapshot))).decode()}
 
         return model, snapshot.applied, finish
 
@@ -201,5 +202,5 @@ class FitCheckpointing:
         if len(ledger.epochs) == self._epochs_in_ledger:
             return
         with contextlib.suppress(OSError), self._resumption.directory.claim.writing():
-            write_ledger(self._resumption.ledger, ledger.as_dict())  # if this fails, so does the checkpoint
+            write_ledger(self._resumption.ledger_path, ledger.as_dict())  # if this fails, so does the checkpoint
             self._epochs_in_ledger = len(ledger.epochs)

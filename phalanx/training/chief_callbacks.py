@@ -80,9 +80,9 @@ def _in_hook(ranks: Literal["chief", "all"] | None) -> Iterator[None]:
         _thread.hook_ranks = before
 
 
-def announce_hooks(callbacks: CallbackList, undo: ExitStack) -> None:
-    """Make `hook_ranks` report when hooks of user callbacks run, until `undo` is closed. Hooks that only the chief runs
-    use `on_this_rank_only`: they may evaluate or predict, which the other ranks do not call at that time."""
+def announce_hooks(callbacks: CallbackList, exit_stack: ExitStack) -> None:
+    """Make `hook_ranks` report when hooks of user callbacks run, until `exit_stack` is closed. Hooks that only the
+    chief runs use `on_this_rank_only`: they may evaluate or predict, which the other ranks do not call at that time."""
     for callback in callbacks.callbacks:
         kind = type(callback)
         if kind in CHIEF_ONLY or isinstance(callback, ChiefCallback):
@@ -90,7 +90,9 @@ def announce_hooks(callbacks: CallbackList, undo: ExitStack) -> None:
         run = _run_on_chief if runs_on_chief(callback) else _run_on_all
         hooks = [name for name in vars(keras.callbacks.Callback) if name.startswith("on_")]
         own = {name: getattr(callback, name) for name in hooks if overrides_hook(callback, name)}
-        undo.enter_context(overridden_methods(callback, **{name: partial(run, hook) for name, hook in own.items()}))
+        exit_stack.enter_context(
+            overridden_methods(callback, **{name: partial(run, hook) for name, hook in own.items()})
+        )
 
 
 def _run_on_chief(hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

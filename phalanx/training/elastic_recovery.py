@@ -57,7 +57,7 @@ class ElasticRecovery:
         self._recorder = recorder
         self.ends_epoch = False
         # Whether this process has started what only a chief does.
-        self._was_chief = self._replica.is_chief
+        self._acts_as_chief = self._replica.is_chief
         # The membership for which inputs are divided, as opposed to the current one: a callback's own collective may
         # have met a change of which this object was not notified.
         self._generation = self._replica.generation
@@ -69,7 +69,7 @@ class ElasticRecovery:
         """Run a collective action of all members, and restart it whenever the membership changes."""
         return self._replica.retry(action, self.adapt)
 
-    def keep_up(self) -> None:
+    def adapt_if_changed(self) -> None:
         """Adapt if a callback has met a membership change, for example in its own evaluation."""
         if self._generation != self._replica.generation:
             self.adapt()
@@ -77,7 +77,7 @@ class ElasticRecovery:
     def next_batch(self) -> JointBatch | None:
         """Return the next batch of the epoch, divided among the current members."""
         assert self._state.batches is not None
-        self.keep_up()
+        self.adapt_if_changed()
         return self.retry(self._state.batches.next)
 
     def train_step(self, batch: JointBatch, *, last: bool | None, boundary: bool) -> JointBatch:
@@ -95,7 +95,7 @@ class ElasticRecovery:
                 assert again is not None, "a batch that was read can be read again"
                 batch = again
             # If not every step is merged, members join in `merge_notice` instead
-            # (`ReplicaCoordination._meet_between_steps`).
+            # (`ReplicaCoordination._sync_between_steps`).
             self._elastic.join_points.at_boundary = boundary and stepper.merges_every_step
             try:
                 # The merge succeeds on all members or on none, and a step that raises leaves the state unchanged
@@ -104,7 +104,7 @@ class ElasticRecovery:
             except MembershipChangedError:
                 self.adapt()
             else:
-                self._compile_for_a_loss(batch)
+                self._precompile_for_member_loss(batch)
                 return batch
 
     def share_chief_callbacks(self) -> None:
@@ -126,12 +126,12 @@ class ElasticRecovery:
         """Adapt to a new membership: divide the data again, become chief if this is rank 0, admit new members."""
         replica, elastic, state = self._replica, self._elastic, self._state
         self._generation = replica.generation
-        self._regroup_inputs()
+        self._reshard_inputs()
         if state.progress_bar is not None:
             state.progress_bar.replicas = replica.world_size
         # A process that joins from here on needs the entry, which a lost chief may not have published.
-        if replica.is_chief and not self._was_chief:
-            self._was_chief = True
+        if replica.is_chief and not self._acts_as_chief:
+            self._acts_as_chief = True
             replica.announce_entry()
             if state.callbacks is not None:  # otherwise they are built for a chief
                 self._become_chief()
@@ -148,11 +148,11 @@ class ElasticRecovery:
             if changed:  # a member, perhaps a new one, was lost while the state was sent
                 self.adapt()
 
-    def _regroup_inputs(self) -> None:
+    def _reshard_inputs(self) -> None:
         """Divide further input among the current members."""
         part = read_part(self._replica)
         if self._state.batches is not None:
-            self._state.batches.regroup()
+            self._state.batches.reshard()
         else:
             self._state.source.reshard(*part)
         if self._state.validation is not None:
@@ -181,15 +181,20 @@ class ElasticRecovery:
         if self._replica.is_chief:
             position = self._recorder.position()
             position.ledger = b"" if self._recorder.ledger is None else self._recorder.ledger.encoded()
-            flags = [state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs]
-            payload = encode([vars(position), flags, self._program()])
+            flags = [
+                state.has_batch_listeners,
+                state.has_validation_batch_listeners,
+                state.stop_requested,
+                state.chief_adds_logs,
+            ]
+            payload = encode([vars(position), flags, self._describe_program()])
         self._replica.communicator.broadcast_bytes(payload)
         state.stepper.admit()
 
     def join(self) -> None:
         """As a candidate, wait to be admitted, and adopt the others' state.
 
-        Raises: EntryOverError if the others have finished this `fit` in the meantime.
+        Raises: EntryFinishedError if the others have finished this `fit` in the meantime.
         """
         state, replica, fresh = self._state, self._replica, random_state()
         self._warm_up()
@@ -200,8 +205,10 @@ class ElasticRecovery:
         self._generation = replica.generation
         self._model.mark_synchronized()
         position = FitPosition(**content)
-        self._regroup_inputs()
-        state.watched, state.watched_validation, state.stop_requested, state.chief_adds_logs = flags
+        self._reshard_inputs()
+        state.has_batch_listeners, state.has_validation_batch_listeners, state.stop_requested, state.chief_adds_logs = (
+            flags
+        )
 
         # The received state includes what callbacks do to the model when training or the epoch begins. They must still
         # run these hooks, because most create their attributes there.
@@ -226,7 +233,7 @@ class ElasticRecovery:
             except MembershipChangedError:
                 continue
 
-    def _program(self) -> list[Any]:
+    def _describe_program(self) -> list[Any]:
         """What a joining process must have in common with the members, and the findings about it."""
         model, inputs = self._model.model, [self._state.source, self._state.validation]
         given = [each for each in inputs if each is not None]
@@ -238,7 +245,7 @@ class ElasticRecovery:
     def _check_program(self, chiefs: list[Any]) -> None:
         """Raises: DisagreementError on this process only; the members continue without it."""
         chiefs_structure, chiefs_program, chiefs_findings = chiefs
-        structure, program, findings = self._program()
+        structure, program, findings = self._describe_program()
         check_chiefs_program(chiefs_program, program)
         check_chiefs_model(chiefs_structure, structure)
         check_chiefs_findings(chiefs_findings, findings)
@@ -260,9 +267,9 @@ class ElasticRecovery:
         engine.train(part, 1.0 / replica.world_size)
         engine.end()
         # The trial has left residuals of arbitrary samples in the merge.
-        self._model.merge.forget_compression()
+        self._model.merge.reset_compression()
 
-    def _compile_for_a_loss(self, batch: JointBatch) -> None:
+    def _precompile_for_member_loss(self, batch: JointBatch) -> None:
         """Compile steps, in a thread and once per size, for the parts that this rank would have if a member were lost,
         so that the others need not wait then."""
         world_size = self._replica.world_size - 1
@@ -283,9 +290,9 @@ def build_fit_callbacks(replica_model: ReplicaModel, state: ReplicaFitState, cal
     built = replica_model.build_callbacks(
         callbacks, arguments.verbose, epochs=arguments.epochs, steps=state.source.num_batches, add_history=True
     )
-    chief_callbacks.announce_hooks(built, state.undo)
+    chief_callbacks.announce_hooks(built, state.exit_stack)
     state.use_callbacks(built)
-    saver_claims.claim_paths(built, state.undo, lambda: replica_model.replica.generation)
+    saver_claims.claim_paths(built, state.exit_stack, lambda: replica_model.replica.generation)
 
 
 def _resized(data: Any, size: int) -> Any:

@@ -20,7 +20,7 @@ from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import progress_bar
 from phalanx.training.fit_arguments import FitArguments
-from phalanx.training.joint_batches import JointBatch, JointBatches, batch_groups
+from phalanx.training.joint_batches import JointBatch, JointBatches, grouped_batches
 from phalanx.training.replica_model import ReplicaModel
 
 
@@ -29,27 +29,29 @@ def evaluate_on_replicas(
     source: ShardedInput,
     callbacks: Any,
     *,
-    watched: bool,
+    has_batch_listeners: bool,
     on_change: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Evaluate on the whole source; return the logs, the same on every rank.
 
     Args:
-        watched: Whether callbacks of any rank see single batches.
-        on_change: See `ReplicaModel.repeat_over`.
+        has_batch_listeners: Whether callbacks of any rank see single batches.
+        on_change: See `ReplicaModel.run_over`.
     """
     progress.report("evaluate")
     replica_model.model.stop_evaluating = False
     set_mode(replica_model.model, training=False)
     callbacks.on_test_begin()
     stops = bool(replica_model.model.stop_evaluating)
-    logs = replica_model.repeat_over(source, lambda: _pass(replica_model, source, callbacks, watched, stops), on_change)
+    logs = replica_model.run_over(
+        source, lambda: _pass(replica_model, source, callbacks, has_batch_listeners, stops), on_change
+    )
     callbacks.on_test_end(logs)
     return logs
 
 
 def _pass(
-    replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, watched: bool, stops: bool
+    replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, has_batch_listeners: bool, stops: bool
 ) -> dict[str, Any]:
     """Evaluate on all batches, or one group if callbacks of any rank have already stopped the evaluation (`stops`)."""
     model, engine, replica = replica_model.model, replica_model.engine, replica_model.replica
@@ -64,7 +66,7 @@ def _pass(
     start = engine.metric_rules.values()
     every_batch = engine.metric_rules.merge_every_batch or replica_model.deterministic is not None
     try:
-        for first, last, batches in batch_groups(JointBatches(source, 0, replica), model.steps_per_execution):
+        for first, last, batches in grouped_batches(JointBatches(source, 0, replica), model.steps_per_execution):
             callbacks.on_test_batch_begin(first)
             for batch in batches:
                 if not all_samples:
@@ -78,10 +80,10 @@ def _pass(
                 start = engine.metric_rules.values() if every_batch else start
                 if bar is not None:
                     bar.count(batch.global_size)
-            if watched and not every_batch:
+            if has_batch_listeners and not every_batch:
                 logs = engine.merged_metrics(own_samples / max(all_samples, 1), start, final=False)
             callbacks.on_test_batch_end(last, logs)
-            if stops or (watched and replica.any(model.stop_evaluating)):
+            if stops or (has_batch_listeners and replica.any(model.stop_evaluating)):
                 break
         # Without data there is no result: zero would be the best possible loss.
         if not all_samples:

@@ -34,7 +34,7 @@ from phalanx.transport.serialization import decode, encode
 
 logger = logging.getLogger(__name__)
 
-STATE = "fit"
+FIT_STATE_KEY = "fit"
 """Key of the encoded `FitSnapshot` in a checkpoint's state."""
 
 _finished: dict[StoragePath, int] = {}  # number of `fit` calls that have finished in this process, by directory
@@ -53,7 +53,7 @@ class FitSnapshot(FitPosition):
         variables: Variables that are not in weight files: random state of layers, metrics.
         random_states: Random state of the program, see `engines.random_state`; in earlier versions, of all ranks.
         streams: Position of `PerRankRandomStreams`.
-        pooled: See `ReplicaStepper.pooled`.
+        pooled: See `ReplicaStepper.combined_state`.
     """
 
     samples: int | None
@@ -73,7 +73,7 @@ class FitResumption:
     Attributes:
         checkpoint: The callback, with its intervals.
         directory: Checkpoints of this `fit`, with the claim for both formats.
-        ledger: Path of the readable sample ledger.
+        ledger_path: Path of the readable sample ledger.
         writer: Writes checkpoints in the background, in the format of this job.
         notice: Notice in the merges of steps about saving and preemption.
     """
@@ -84,11 +84,11 @@ class FitResumption:
         self.directory = CheckpointDirectory(
             checkpoint.directory, basename=basename, keep=checkpoint.keep, generation=lambda: replica.generation
         )
-        self.ledger = self.directory.directory / f"{basename}-{checkpoint_directory.LEDGER_SUFFIX}"
+        self.ledger_path = self.directory.directory / f"{basename}-{checkpoint_directory.LEDGER_SUFFIX}"
         self.writer = FitWriter(self.directory)
         # Whether one program spans all ranks, so that each writes and reads its part.
-        self._spans = replica.mesh_parts is not None
-        if self._spans:
+        self._spans_processes = replica.mesh_parts is not None
+        if self._spans_processes:
             sharded = ShardedCheckpoint(checkpoint.directory, basename=basename, keep=checkpoint.keep)
             # One claim for both formats, with the generation of elastic jobs, which a ShardedCheckpoint does not
             # handle; `resumable` releases it.
@@ -146,7 +146,7 @@ class FitResumption:
         # So far only the chief has the weights, or no rank if one program spans all of them. `synchronize` sends them,
         # and the variables that are not in weight files, to all.
         snapshot = FitSnapshot(**content)
-        if self._spans:
+        if self._spans_processes:
             self._load_part(Path(os.fsdecode(path)), snapshot)
         state_sync.synchronize(self._model, self._replica, metrics=True)
         if snapshot.random_states:
@@ -178,7 +178,7 @@ class FitResumption:
             self.directory.remove_partial_files()
             found = self.newest()
             if found is not None:
-                self._found = found, FitSnapshot(**decode(base64.b64decode(found.state[STATE])))
+                self._found = found, FitSnapshot(**decode(base64.b64decode(found.state[FIT_STATE_KEY])))
         # Not raised: the other ranks are in the broadcast of the seed, and would not see the error.
         except (ConfigurationError, SupersededError, OSError) as error:
             self._problem = str(error)
@@ -201,7 +201,7 @@ class FitResumption:
             return encode([sendable(self._problem), b"", None])
         stored, snapshot = self._found
         content = vars(snapshot)
-        if not self._spans:
+        if not self._spans_processes:
             try:
                 self._load_from(stored.path, snapshot)
             except (PhalanxError, OSError, ValueError) as error:

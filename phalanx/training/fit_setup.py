@@ -82,11 +82,11 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
     repeats = resumption is not None or any_rank(saves)
     state.stepper = replica_model.stepper(repeats=repeats, accumulates=not any_rank(reads))
     if recovery is not None:
-        recovery.keep_up()  # building the model may have met a membership change
+        recovery.adapt_if_changed()  # building the model may have met a membership change
     retry(lambda: compare_samples(state.source, replica))
     replica_model.announce_sharding(state.source, arguments.verbose)
-    state.watched = any_rank(callback_hooks.has_batch_hooks(arguments.callbacks, "train"))
-    state.watched_validation = any_rank(callback_hooks.has_batch_hooks(arguments.callbacks, "test"))
+    state.has_batch_listeners = any_rank(callback_hooks.has_batch_hooks(arguments.callbacks, "train"))
+    state.has_validation_batch_listeners = any_rank(callback_hooks.has_batch_hooks(arguments.callbacks, "test"))
     state.chief_adds_logs = any_rank(callback_hooks.chief_may_add_logs(arguments.callbacks))
     try:
         build_fit_callbacks(replica_model, state, arguments.callbacks)
@@ -94,7 +94,7 @@ def prepare_fit(replica_model: ReplicaModel, arguments: FitArguments, resumption
         if overrides(model, "train_step") and state.stepper.merges_every_step and divides_batches(replica):
             check_clipping(model)
     except BaseException:  # a lost peer, Ctrl-C: the callbacks belong to the program again
-        state.undo.close()
+        state.exit_stack.close()
         raise
     return fit
 

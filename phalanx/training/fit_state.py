@@ -25,7 +25,7 @@ class FitState:
         progress_bar: The progress bar among the callbacks, if this process shows one.
         epoch: Index of the running epoch; between two epochs, of the next one.
         logs: Logs of the last epoch, including validation.
-        undo: Restores the callbacks' methods, and releases their claims, when the `fit` is over.
+        exit_stack: Restores the callbacks' methods, and releases their claims, when the `fit` is over.
     """
 
     arguments: FitArguments
@@ -35,7 +35,7 @@ class FitState:
     progress_bar: progress_bar.ReplicaProgbar | None = None
     epoch: int = 0
     logs: dict[str, Any] = field(default_factory=dict)
-    undo: ExitStack = field(default_factory=ExitStack, repr=False)
+    exit_stack: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def use_callbacks(self, callbacks: Any) -> None:
         """Run this `CallbackList` from here on."""
@@ -52,8 +52,8 @@ class ReplicaFitState(FitState):
         source: This rank's part of the training data.
         validation: This rank's part of the validation data; None without any.
         batches: Batches of the running epoch; None between two epochs.
-        watched: Whether callbacks of any rank see single training batches.
-        watched_validation: Whether callbacks of any rank see single validation batches.
+        has_batch_listeners: Whether callbacks of any rank see single training batches.
+        has_validation_batch_listeners: Whether callbacks of any rank see single validation batches.
         stop_requested: Whether callbacks stopped the training at the start of the running epoch, before its first step.
         chief_adds_logs: Whether callbacks that only the chief runs may add to the logs of an epoch.
     """
@@ -62,8 +62,8 @@ class ReplicaFitState(FitState):
     source: ShardedInput
     validation: ShardedInput | None = None
     batches: JointBatches | None = None
-    watched: bool = False
-    watched_validation: bool = False
+    has_batch_listeners: bool = False
+    has_validation_batch_listeners: bool = False
     stop_requested: bool = False
     chief_adds_logs: bool = False
 

@@ -17,7 +17,7 @@ from phalanx.data.micro_batches import MicroBatch, cut_micro_batches, sizes_of_r
 from phalanx.errors import DisagreementError, UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.training.checks.rank_comparison import RankComparison
-from phalanx.training.replica import Replica, alone
+from phalanx.training.replica import Replica, single_replica
 from phalanx.transport.serialization import decode, encode
 
 COMPARED_BATCHES = 3
@@ -93,7 +93,7 @@ class JointBatches:
 
         Raises:
             DisagreementError: if the ranks should read the same stream but read different ones; see `RankComparison`.
-            MembershipChangedError: see `regroup`.
+            MembershipChangedError: see `reshard`.
         """
         if self._peeked is not None:
             peeked, self._peeked = self._peeked, None
@@ -114,7 +114,7 @@ class JointBatches:
         self._peeked = self.next()
         return self._peeked
 
-    def take_whole(self) -> Replica:
+    def switch_to_whole_batches(self) -> Replica:
         """Give every rank whole batches from here on, starting after what `next` returned last, as if it were alone.
 
         Returns: a replica without others.
@@ -126,15 +126,15 @@ class JointBatches:
                 "The outputs do not have a row for each sample, so each replica must predict whole batches, but "
                 "each one has data of its own. Pass all replicas the same data."
             )
-        self._replica, self._peeked = alone(), None
-        self.regroup()
+        self._replica, self._peeked = single_replica(), None
+        self.reshard()
         return self._replica
 
     def is_current(self, batch: JointBatch) -> bool:
         """Whether this batch, the last that `next` returned, is divided for the current members."""
         return self._current is batch
 
-    def regroup(self) -> None:
+    def reshard(self) -> None:
         """Repeat a batch that was read but not used, divided for the current members, after a membership change."""
         again = self._read > self.done
         self._batches.close()
@@ -254,7 +254,7 @@ def read_part(replica: Replica) -> tuple[int, int]:
     return (0, 1) if replica.micro_batches else (replica.rank, replica.world_size)
 
 
-def batch_groups(batches: JointBatches, size: int) -> Iterator[tuple[int, int, Iterator[JointBatch]]]:
+def grouped_batches(batches: JointBatches, size: int) -> Iterator[tuple[int, int, Iterator[JointBatch]]]:
     """Yield all batches of a pass in groups of `size` (`steps_per_execution`): the indices of the first and the last,
     which callbacks see, and the batches, which are read as they are taken. Take all batches of a group."""
 

@@ -24,10 +24,10 @@ from phalanx.runtime.undistributed_fit import OWNER
 from phalanx.training import chief_callbacks, shared_saving
 from phalanx.training.checks.model_checks import check_server_support
 from phalanx.training.fit_resumption import has_checkpoint
-from phalanx.training.nested_calls import in_method
+from phalanx.training.nested_calls import collective_method
 from phalanx.training.program_effects import program_random_state
 from phalanx.training.program_effects.per_rank_random_numbers import running_method
-from phalanx.training.replica import Replica, alone, divides_batches
+from phalanx.training.replica import Replica, divides_batches, single_replica
 from phalanx.training.replica_trainer import ReplicaTrainer
 from phalanx.training.servers.parameter_server_trainer import ParameterServerTrainer
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
@@ -96,7 +96,7 @@ class ModelDispatcher:
         """Name a created object, so that tasks can refer to it."""
         owner = self._current_owner()
         if owner is not None and isinstance(owner.member, ParameterServerWorker):
-            owner.member.scope_registry.note(thing)
+            owner.member.scope_registry.register(thing)
 
     def run(self, model: Any, method: KerasMethod, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a method with the model's trainer, or with Keras if the model trains in this process alone."""
@@ -120,7 +120,7 @@ class ModelDispatcher:
         if is_alone and not has_checkpoint(arguments.get("callbacks")):
             return _run_by_keras(method, model, *args, **kwargs)
         # Keras's own `fit` cannot save for a `Checkpoint`; a job of one process can.
-        member = member or alone()
+        member = member or single_replica()
         if member.is_chief:
             with nullcontext() if is_alone else program_random_state.restored_on_exit():
                 create_on_chief(arguments.get("callbacks"))
@@ -246,7 +246,7 @@ def _entering(member: Member, model: Any, method: str, arguments: dict[str, Any]
             yield
         return
     is_nested = member.calling_thread is not None  # the others reach the nested call themselves
-    with in_method(member, method):
+    with collective_method(member, method):
         if is_nested:
             yield
             return

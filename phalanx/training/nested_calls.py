@@ -14,7 +14,7 @@ from phalanx.training.replica import Replica
 
 
 @contextmanager
-def in_method(replica: Replica, name: str) -> Iterator[None]:
+def collective_method(replica: Replica, name: str) -> Iterator[None]:
     """Run a method of a model on all ranks inside the context: each in one thread, and in the same order.
 
     Raises: UnsupportedError if the other ranks may not call it, or another thread is in one.

@@ -17,29 +17,35 @@ from phalanx.monitoring import timeline
 from phalanx.runtime import progress
 from phalanx.training import callback_hooks, progress_bar
 from phalanx.training.checks.model_checks import check_kept_state
-from phalanx.training.joint_batches import JointBatch, JointBatches, all_gather_rows, batch_groups
-from phalanx.training.replica import Replica, alone
+from phalanx.training.joint_batches import JointBatch, JointBatches, all_gather_rows, grouped_batches
+from phalanx.training.replica import Replica, single_replica
 from phalanx.training.replica_model import ReplicaModel
 
 Array = np.ndarray[Any, Any]
 
 
-def predict_on_replicas(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, *, watched: bool) -> Any:
+def predict_on_replicas(
+    replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, *, has_batch_listeners: bool
+) -> Any:
     """Return the outputs for all samples of a source, in their order, on every rank.
 
     Args:
-        watched: Whether callbacks of any rank see single batches.
+        has_batch_listeners: Whether callbacks of any rank see single batches.
     """
     replica_model.model.stop_predicting = False
     set_mode(replica_model.model, training=False)
     callbacks.on_predict_begin()
     stops = bool(replica_model.model.stop_predicting)
-    outputs = replica_model.repeat_over(source, lambda: _pass(replica_model, source, callbacks, watched, stops))
+    outputs = replica_model.run_over(
+        source, lambda: _pass(replica_model, source, callbacks, has_batch_listeners, stops)
+    )
     callbacks.on_predict_end()
     return outputs
 
 
-def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, watched: bool, stops: bool) -> Any:
+def _pass(
+    replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, has_batch_listeners: bool, stops: bool
+) -> Any:
     """Predict all batches, or one group if callbacks of any rank have already stopped the prediction (`stops`)."""
     model, engine, replica = replica_model.model, replica_model.engine, replica_model.replica
     has_hooks = callback_hooks.runs_batch_hooks(callbacks, "predict")
@@ -47,30 +53,32 @@ def _pass(replica_model: ReplicaModel, source: ShardedInput, callbacks: Any, wat
     progress.report("predict")
     model.stop_predicting = stops = replica.any(stops)  # like Keras, which checks after each group
     batches = JointBatches(source, 0, replica)
-    outputs = LocalOutputs.of(batches, replica_model)
+    outputs = LocalOutputs.create(batches, replica_model)
     gathered: list[Any] = []  # as callbacks see them
     engine.begin()
     counts = LayerCounts(replica_model, outputs)
     try:
-        for first, last, group in batch_groups(batches, model.steps_per_execution):
+        for first, last, group in grouped_batches(batches, model.steps_per_execution):
             if has_hooks:
                 callbacks.on_predict_batch_begin(first)
             for batch in group:
                 timeline.current.enter("forward")
-                with counts.of(batch):
+                with counts.counting(batch):
                     outputs.add(local_outputs(replica_model, batch, source.structure), batch)
                 timeline.current.leave()
                 if bar is not None:
                     bar.count(batch.global_size)
-            if watched:
+            if has_batch_listeners:
                 gathered.append(outputs.gather())
             if has_hooks:
-                callbacks.on_predict_batch_end(last, {"outputs": gathered[-1] if watched else outputs.parts[-1]})
-            if stops or (watched and replica.any(model.stop_predicting)):
+                callbacks.on_predict_batch_end(
+                    last, {"outputs": gathered[-1] if has_batch_listeners else outputs.parts[-1]}
+                )
+            if stops or (has_batch_listeners and replica.any(model.stop_predicting)):
                 break
         counts.merge()
     except MembershipChangedError:
-        counts.forget()  # the prediction restarts
+        counts.reset()  # the prediction restarts
         raise
     finally:
         engine.end()
@@ -111,7 +119,7 @@ class LayerCounts:
         self._own_samples = self._all_samples = 0
 
     @contextmanager
-    def of(self, batch: JointBatch) -> Iterator[None]:
+    def counting(self, batch: JointBatch) -> Iterator[None]:
         """Predict this rank's part of a batch inside the context."""
         is_placeholder = self._counts and not batch.size
         before = self._engine.metric_rules.values() if is_placeholder else []
@@ -126,7 +134,7 @@ class LayerCounts:
         if self._counts and self._all_samples:
             self._engine.merge_metrics(self._own_samples / self._all_samples, self._start)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset the metrics to their state before the prediction."""
         if self._counts:
             self._engine.metric_rules.set_values(self._start)
@@ -145,16 +153,16 @@ class LocalOutputs:
         self._sizes: list[tuple[int, ...]] = []  # for each batch, the number of samples on each rank
 
     @classmethod
-    def of(cls, batches: JointBatches, replica_model: ReplicaModel) -> LocalOutputs:
+    def create(cls, batches: JointBatches, replica_model: ReplicaModel) -> LocalOutputs:
         """Create the outputs for these batches, none of which has been taken. If an output has no row for each sample,
         or depends on other samples, every rank predicts whole batches."""
         if replica_model.replica.mesh_parts is not None:
-            return cls(alone())  # one program computes all outputs, and all processes receive them
+            return cls(single_replica())  # one program computes all outputs, and all processes receive them
         first = batches.peek()
-        if first is None or replica_model.predicts_parts(first.data):
+        if first is None or replica_model.can_predict_parts(first.data):
             return cls(replica_model.replica)
         # The same on all ranks: from here on all read whole batches, or none does.
-        return cls(batches.take_whole())
+        return cls(batches.switch_to_whole_batches())
 
     @property
     def is_whole(self) -> bool:

@@ -34,7 +34,7 @@ MAX_RESULT_BYTES = 2**28
 SEED_BYTES = 8
 
 
-class EntryOverError(Exception):
+class EntryFinishedError(Exception):
     """Raised if the members have already finished the entry that this candidate has reached.
 
     Attributes:
@@ -83,18 +83,18 @@ class Entry:
     depth: int = 0
 
     @property
-    def note(self) -> bytes:
+    def announcement(self) -> bytes:
         """Information about the entry for joining processes."""
         return self.seed.to_bytes(SEED_BYTES) + self.findings
 
-    def query(self, elastic: ElasticGroup) -> None:
+    def fetch(self, elastic: ElasticGroup) -> None:
         """As a candidate, fetch what the members have published about the entry, once it has begun.
 
-        Raises: EntryOverError if they have finished it.
+        Raises: EntryFinishedError if they have finished it.
         """
         answer = elastic.node.query_entry(self.number)
         if isinstance(answer, EntryAlreadyFinished):
-            raise EntryOverError(answer)
+            raise EntryFinishedError(answer)
         self.seed, self.findings = int.from_bytes(answer.note[:SEED_BYTES]), answer.note[SEED_BYTES:]
         self.members = answer.members
 
@@ -227,7 +227,7 @@ class Replica:
         Args:
             seed: Returns the entry's seed on the chief; None to derive it from Python's random state.
 
-        Raises: EntryOverError at once if this is a candidate and the members have finished this call.
+        Raises: EntryFinishedError at once if this is a candidate and the members have finished this call.
         """
         elastic = self.elastic
         if elastic is None:
@@ -264,7 +264,7 @@ class Replica:
         if self.is_candidate and not elastic.is_late:
             return  # the job's first entry, in which its members meet
         if self.is_candidate:
-            entry.query(elastic)
+            entry.fetch(elastic)
             return
         entry.seed = int(self.retry(lambda: self.broadcast_from_chief(seed() if self.is_chief else 0)))
         entry.members = self.world_size
@@ -276,19 +276,19 @@ class Replica:
         """As the chief, perhaps a new one, publish the current entry for processes that join later."""
         elastic, entry = self.elastic, self._entry
         if elastic is not None and entry is not None:
-            elastic.send_as_chief(EntryStarted(entry.number, entry.note))
+            elastic.send_as_chief(EntryStarted(entry.number, entry.announcement))
 
     def join_entry(self) -> None:
         """As a candidate, wait to be admitted to the current entry.
 
-        Raises: EntryOverError if the members have finished it meanwhile.
+        Raises: EntryFinishedError if the members have finished it meanwhile.
         """
         elastic, entry = self.elastic, self._entry
         assert elastic is not None
         assert entry is not None
         past = elastic.join(entry.number)
         if past is not None:
-            raise EntryOverError(past)
+            raise EntryFinishedError(past)
 
     def run_recorded(self, make: Callable[[], bytes]) -> bytes:
         """Run `make` on all members as an entry and return its result; a candidate receives the members' result."""
@@ -298,7 +298,7 @@ class Replica:
                     self.join_entry()
                 entry.result = self.retry(make)
                 return entry.result
-        except EntryOverError as over:
+        except EntryFinishedError as over:
             return over.result
 
     def common_seed(self) -> int:
@@ -318,7 +318,7 @@ def divides_batches(replica: Replica) -> bool:
     return (not replica.is_alone and replica.mesh_parts is None) or replica.micro_batches is not None
 
 
-def alone() -> Replica:
+def single_replica() -> Replica:
     """Return the only replica of a one-process job."""
     return Replica(connect(Membership(1, 0, (Member(0, "worker/0", host_identity(), "", os.getpid()),))))
 

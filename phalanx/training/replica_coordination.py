@@ -54,11 +54,11 @@ class ReplicaCoordination:
         if self._recovery is not None and self._replica.is_candidate:
             self._recovery.join()
         else:
-            self._begin_alike()
+            self._start_from_checkpoint_or_chief()
         if self._checkpointing is not None:
             self._checkpointing.start()
 
-    def _begin_alike(self) -> None:
+    def _start_from_checkpoint_or_chief(self) -> None:
         """Start all ranks from a checkpoint, or from the chief's state."""
         state, checkpointing = self._state, self._checkpointing
         if checkpointing is not None and checkpointing.has_checkpoint:
@@ -110,7 +110,7 @@ class ReplicaCoordination:
         """See `Coordination.begin_epoch`."""
         self._enters_mid_epoch = self._state.batches is not None
         if self._recovery is not None and not self._enters_mid_epoch:
-            self._recovery.keep_up()
+            self._recovery.adapt_if_changed()
         return not self._enters_mid_epoch
 
     @contextmanager
@@ -122,14 +122,14 @@ class ReplicaCoordination:
             self._replica_model.agree_on_learning_rate(self._retry)
             self._replica_model.probes.begin_epoch(engine)
             if self._recovery is not None:
-                self._recovery.keep_up()  # the tests may have met a membership change
+                self._recovery.adapt_if_changed()  # the tests may have met a membership change
             # A callback may have stopped in `on_epoch_begin`. Keras takes one group of steps, and then checks.
             state.stop_requested = self._any_stops()
             state.batches = JointBatches(state.source, state.epoch, self._replica)
             engine.begin()
         batches = state.batches
-        stepper.begin(watched=state.watched, entering=self._enters_mid_epoch)
-        self._meet_between_steps()
+        stepper.begin(has_batch_listeners=state.has_batch_listeners, entering=self._enters_mid_epoch)
+        self._sync_between_steps()
         # If each step is merged, members join in the merge, after the decisions that precede it; otherwise before them.
         self._enters_mid_epoch = self._enters_mid_epoch and stepper.merges_every_step
         try:
@@ -157,7 +157,7 @@ class ReplicaCoordination:
         """See `Coordination.begin_group`."""
         entering, self._enters_mid_epoch = self._enters_mid_epoch, False
         # For a process that joins here, the others have already agreed.
-        if entering or not (self._state.watched and self._state.stepper.is_merged):
+        if entering or not (self._state.has_batch_listeners and self._state.stepper.is_merged):
             return
         engine = self._replica_model.engine
         if self._retry(lambda: self._replica.any(engine.in_variables)):
@@ -202,7 +202,7 @@ class ReplicaCoordination:
         if self._checkpointing is not None:
             self._checkpointing.save_if_due()
         if not self._state.is_last(step):
-            self._meet_between_steps()
+            self._sync_between_steps()
         return False
 
     def epoch_logs(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class ReplicaCoordination:
             return logs_of_empty_epoch(self._model, self._step_logs)
         # A process that resumed after an epoch's last step has only the metrics. For its own steps, Keras logs the
         # current metrics: a callback may have evaluated since the last step.
-        is_watched = self._state.watched and not logs_differ_from_metrics(self._model, "train_step")
+        is_watched = self._state.has_batch_listeners and not logs_differ_from_metrics(self._model, "train_step")
         takes_results = is_watched or not self._has_trained
         logs = self._model.get_metrics_result() if takes_results else self._state.stepper.logs()
         self._step_logs = plain_logs(logs)
@@ -228,7 +228,7 @@ class ReplicaCoordination:
                 self._replica_model,
                 state.validation,
                 callbacks,
-                watched=state.watched_validation,
+                has_batch_listeners=state.has_validation_batch_listeners,
                 on_change=None if self._recovery is None else self._recovery.adapt,
             )
 
@@ -284,25 +284,25 @@ class ReplicaCoordination:
     def _stops_within_epoch(self) -> bool:
         """After a group of steps, return whether the epoch stops; if so, callbacks of all ranks see it."""
         state = self._state
-        stops = state.stepper.is_merged and (state.stop_requested or (state.watched and self._any_stops()))
+        stops = state.stepper.is_merged and (state.stop_requested or (state.has_batch_listeners and self._any_stops()))
         if stops:
             self._model.stop_training = True
         return stops
 
-    def _meet_between_steps(self) -> None:
+    def _sync_between_steps(self) -> None:
         """If steps are not merged, do what their merge does otherwise: admit members, agree whether to save or stop."""
         stepper, recovery, checkpointing = self._state.stepper, self._recovery, self._checkpointing
         if stepper.merges_every_step or not stepper.is_merged or (recovery is None and checkpointing is None):
             return
 
-        def meet() -> None:
+        def sync() -> None:
             if checkpointing is not None:
                 checkpointing.announce()
             if self._replica.elastic is not None:
                 self._replica.elastic.join_points.at_boundary = True
             self._replica_model.merge.merge_notice()
 
-        self._retry(meet)
+        self._retry(sync)
         if checkpointing is not None:
             checkpointing.save_if_due()
 

@@ -76,7 +76,7 @@ class ReplicaModel:
         self.merge.accumulates = policy.period is None and accumulation_steps(model) > 1
         if policy.period is None and scales_dynamically(getattr(model, "optimizer", None)):
             self.merge.overflow = Float16Overflow()
-        self.merge.unit = constant_loss_scale(model)
+        self.merge.loss_scale = constant_loss_scale(model)
         self.merge.synchronizes_batch_norm = policy.synchronized_batch_norm or replica.micro_batches is not None
         self._engine: Engine | None = None
         self._local_sgd: LocalSGDStepper | None = None
@@ -156,9 +156,7 @@ class ReplicaModel:
             self._is_synchronized = True
         return JointBatches(source, 0, self.replica)
 
-    def repeat_over(
-        self, source: ShardedInput, action: Callable[[], T], on_change: Callable[[], None] | None = None
-    ) -> T:
+    def run_over(self, source: ShardedInput, action: Callable[[], T], on_change: Callable[[], None] | None = None) -> T:
         """Consume a source, and restart whenever the membership changes: lost members' counts are lost with them.
 
         Args:
@@ -166,17 +164,17 @@ class ReplicaModel:
         """
         replica = self.replica
 
-        def regroup() -> None:
+        def reshard() -> None:
             source.reshard(*read_part(replica))
 
         if replica.elastic is None:
             return action()
         if on_change is None:
-            regroup()  # the members may have changed since it was divided
+            reshard()  # the members may have changed since it was divided
         with source.recording() as rewind:
 
             def begin_again() -> None:
-                (on_change or regroup)()
+                (on_change or reshard)()
                 rewind()
 
             return replica.retry(action, begin_again)
@@ -237,7 +235,7 @@ class ReplicaModel:
         self._predicts_samples_independently = not self.probes.needs_whole_batches("predict", data, source.structure)
         return self.engine
 
-    def predicts_parts(self, data: Batch) -> bool:
+    def can_predict_parts(self, data: Batch) -> bool:
         """Return whether replicas can predict parts of a batch: the first axis of each output is the sample axis, as
         far as that is known without computing the outputs, and no output depends on other samples of its batch.
 

@@ -30,7 +30,7 @@ from phalanx.training.fit_resumption import FitResumption, resumable
 from phalanx.training.fit_setup import prepare_fit
 from phalanx.training.joint_batches import JointBatch, JointBatches
 from phalanx.training.prediction import LayerCounts, LocalOutputs, local_outputs, predict_on_replicas
-from phalanx.training.replica import EntryOverError, Replica
+from phalanx.training.replica import EntryFinishedError, Replica
 from phalanx.training.replica_coordination import ReplicaCoordination
 from phalanx.training.replica_model import ReplicaModel
 from phalanx.training.step_examination import examine_fit
@@ -63,7 +63,7 @@ class ReplicaTrainer:
                     history = self._fit(FitArguments(**arguments), resumption)
                     if self._replica.elastic is not None:
                         entry.result = encode_history(history)
-            except EntryOverError as over:
+            except EntryFinishedError as over:
                 history = decode_history(over.result, self._model)
                 has_weights = adopt_finished_fit(over.state, self._model, arguments.get("callbacks"))
                 logger.warning(
@@ -84,7 +84,7 @@ class ReplicaTrainer:
         try:
             history = FitLoop(self._model, fit.state, ReplicaCoordination(fit)).run()
         finally:
-            fit.state.undo.close()
+            fit.state.exit_stack.close()
         if self._replica.elastic is not None and self._replica.is_chief:
             self._replica.present_entry.state = encode_finished_fit(self._model, fit.recorder.callback_states())
         return history
@@ -116,9 +116,9 @@ class ReplicaTrainer:
             replica_model.synchronize()
             # `verbose` may differ between the ranks.
             shows = verbose in ("auto", 1, True) or callback_hooks.has_batch_hooks(callbacks, "test")
-            watched = replica.retry(lambda: replica.any(shows))
+            has_batch_listeners = replica.retry(lambda: replica.any(shows))
             built = replica_model.build_callbacks(callbacks, verbose, epochs=1, steps=source.num_batches)
-            return evaluate_on_replicas(replica_model, source, built, watched=watched)
+            return evaluate_on_replicas(replica_model, source, built, has_batch_listeners=has_batch_listeners)
 
         if uses_data_of_fit and replica_model.validation is not None:
             logs = replica_model.validation(replica_model.build_callbacks(callbacks, verbose, epochs=1))
@@ -144,9 +144,9 @@ class ReplicaTrainer:
             replica_model.prepare_to_predict(source, "predict")
             replica_model.synchronize()
             has_hooks = callback_hooks.has_batch_hooks(callbacks, "predict")
-            watched = replica.retry(lambda: replica.any(has_hooks))
+            has_batch_listeners = replica.retry(lambda: replica.any(has_hooks))
             built = replica_model.build_callbacks(callbacks, verbose, epochs=1, steps=source.num_batches)
-            return predict_on_replicas(replica_model, source, built, watched=watched)
+            return predict_on_replicas(replica_model, source, built, has_batch_listeners=has_batch_listeners)
 
         return self._as_entry(run, encode_outputs, lambda content: decode_outputs(content, self._model))
 
@@ -168,7 +168,7 @@ class ReplicaTrainer:
         self._reset_metrics_of_a_single_batch()
         with self._running_engine(batch) as engine:
             stepper = self._replica_model.stepper(is_single=True)
-            stepper.begin(watched=True)
+            stepper.begin(has_batch_listeners=True)
             timeline.current.enter("forward/backward")
             stepper.train(batch, last=True)
         return self._single_batch_result(engine.logs(), return_dict)
@@ -187,11 +187,11 @@ class ReplicaTrainer:
     def predict_on_batch(self, x: Any) -> Any:
         """Return the outputs for this global batch, on every rank."""
         batches = self._batches_of_one("predict_on_batch", x)
-        outputs = LocalOutputs.of(batches, self._replica_model)
+        outputs = LocalOutputs.create(batches, self._replica_model)
         batch = _only(batches)
         with self._running_engine(batch):
             counts = LayerCounts(self._replica_model, outputs)
-            with counts.of(batch):
+            with counts.counting(batch):
                 outputs.add(local_outputs(self._replica_model, batch, ElementStructure.ALONE), batch)
             counts.merge()
         return outputs.gather()
@@ -206,7 +206,7 @@ class ReplicaTrainer:
                 if self._replica.elastic is not None:
                     entry.result = encode(result)
                 return result
-        except EntryOverError as over:
+        except EntryFinishedError as over:
             return decode(over.result)
 
     def _wait_for_result(self) -> None:

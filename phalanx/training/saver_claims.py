@@ -40,12 +40,12 @@ def refuse_divided(callbacks: Any, placement: Placement) -> None:
             )
 
 
-def claim_paths(callbacks: CallbackList, undo: ExitStack, generation: Callable[[], int] = lambda: 0) -> None:
+def claim_paths(callbacks: CallbackList, exit_stack: ExitStack, generation: Callable[[], int] = lambda: 0) -> None:
     """Claim the paths to which the callbacks in this rank's list save, and make them write under these claims.
 
     Args:
         callbacks: The callbacks that this rank runs.
-        undo: Releases the claims when it is closed.
+        exit_stack: Releases the claims when it is closed.
         generation: See `WriteClaim`.
 
     Raises: ConfigurationError, SupersededError as `WriteClaim.acquire`.
@@ -57,11 +57,11 @@ def claim_paths(callbacks: CallbackList, undo: ExitStack, generation: Callable[[
         claim = _claim(path, generation)
         with contextlib.suppress(OSError):  # the callback will fail in the same way
             claim.acquire()
-        undo.callback(claim.release)
+        exit_stack.callback(claim.release)
         methods = {
             name: partial(_write, claim, callback, getattr(callback, name)) for name in writing_methods(callback)
         }
-        undo.enter_context(overridden_methods(callback, **methods))
+        exit_stack.enter_context(overridden_methods(callback, **methods))
 
 
 def _write(claim: WriteClaim, callback: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -36,60 +36,60 @@ class ScopeRegistry:
         # Weak, because a program may drop an object and create it again.
         self._names: weakref.WeakKeyDictionary[Any, ScopedName] = weakref.WeakKeyDictionary()
         # Objects that can be found, kept alive; None until the first message that names an object.
-        self._settled: dict[ScopedName, Any] | None = None
+        self._frozen: dict[ScopedName, Any] | None = None
         self._by_kind: dict[type, list[tuple[ScopedName, Any]]] = {}
 
-    def note(self, made: Any) -> None:
+    def register(self, obj: Any) -> None:
         """Name an object; only once, although the constructors of its base classes may call this again."""
-        if made in self._names:
+        if obj in self._names:
             return
-        kind = f"{type(made).__module__}.{type(made).__qualname__}"
-        self._names[made] = ScopedName(kind, self._counts[kind])
+        kind = f"{type(obj).__module__}.{type(obj).__qualname__}"
+        self._names[obj] = ScopedName(kind, self._counts[kind])
         self._counts[kind] += 1
 
-    def put(self, name: ScopedName, made: Any) -> None:
+    def assign_name(self, name: ScopedName, obj: Any) -> None:
         """Give an object the name that another task gave to its counterpart."""
-        self._names[made] = name
-        self._settled = {**(self._settled or {}), name: made}
+        self._names[obj] = name
+        self._frozen = {**(self._frozen or {}), name: obj}
         self._by_kind.clear()
 
-    def settle(self, *, again: bool = False) -> None:
+    def freeze(self, *, include_new: bool = False) -> None:
         """Keep the objects created so far; from here on, only these can be found.
 
         Args:
-            again: Whether to also keep the objects created since the last call.
+            include_new: Whether to also keep the objects created since the last call.
         """
-        if self._settled is None:
+        if self._frozen is None:
             gc.collect()  # dropped objects disappear on every task, not only where the collector has run
-            self._settled = self.present()
-        elif again:
-            self._settled = {**self.present(), **self._settled}
+            self._frozen = self.present()
+        elif include_new:
+            self._frozen = {**self.present(), **self._frozen}
             self._by_kind.clear()
 
     def present(self) -> dict[ScopedName, Any]:
         """Return the existing objects, in the order in which they were created."""
-        return {name: made for made, name in self._names.items()}
+        return {name: obj for obj, name in self._names.items()}
 
-    def name_of(self, thing: Any) -> ScopedName | None:
+    def name_of(self, obj: Any) -> ScopedName | None:
         """Return the name of an object; None if it was not created in the scope."""
-        return self._names.get(thing) if isinstance(thing, KINDS) else None
+        return self._names.get(obj) if isinstance(obj, KINDS) else None
 
     def find(self, name: ScopedName) -> Any:
-        """Return the object with this name; None if it did not exist when `settle` was called."""
-        return (self.present() if self._settled is None else self._settled).get(name)
+        """Return the object with this name; None if it did not exist when `freeze` was called."""
+        return (self.present() if self._frozen is None else self._frozen).get(name)
 
     def layers(self) -> list[tuple[ScopedName, Any]]:
-        return self._of(keras.layers.Layer)
+        return self._of_kind(keras.layers.Layer)
 
     def optimizers(self) -> list[tuple[ScopedName, Any]]:
-        return self._of(keras.optimizers.Optimizer)
+        return self._of_kind(keras.optimizers.Optimizer)
 
     def metrics(self) -> list[tuple[ScopedName, Any]]:
-        return self._of(keras.metrics.Metric)
+        return self._of_kind(keras.metrics.Metric)
 
-    def _of(self, kind: type) -> list[tuple[ScopedName, Any]]:
-        if self._settled is None:
+    def _of_kind(self, kind: type) -> list[tuple[ScopedName, Any]]:
+        if self._frozen is None:
             return []
         if kind not in self._by_kind:
-            self._by_kind[kind] = [(name, made) for name, made in self._settled.items() if isinstance(made, kind)]
+            self._by_kind[kind] = [(name, obj) for name, obj in self._frozen.items() if isinstance(obj, kind)]
         return self._by_kind[kind]

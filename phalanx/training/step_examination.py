@@ -36,8 +36,8 @@ from phalanx.training.steps.optimizer_properties import accumulation_steps
 
 WARM_UP_STEPS = 4
 """Number of steps before the measured ones: the first compiles, and some of the next still allocate."""
-STEPS, LEAST_STEPS = 60, 5
-ENOUGH_S = 5.0
+MAX_STEPS, MIN_STEPS = 60, 5
+MAX_SECONDS = 5.0
 """Time in seconds after which fewer steps suffice."""
 MANY_EPOCHS = 1_000_000
 
@@ -93,15 +93,15 @@ def _measure_steps(replica_model: ReplicaModel, arguments: FitArguments) -> Step
     override_methods(fit.state.stepper, train=timer.train)
     try:
         FitLoop(replica_model.model, fit.state, ReplicaCoordination(fit)).run()
-    except _Measured:
+    except _MeasurementComplete:
         return _measurement(timer, fit)
     raise UnsupportedError(
         f"fit() of {replica_model.model.name!r} was over after {timer.steps} steps, and `phalanx plan` needs "
-        f"{WARM_UP_STEPS + LEAST_STEPS}: the data can be read only once. Give the program more of them."
+        f"{WARM_UP_STEPS + MIN_STEPS}: the data can be read only once. Give the program more of them."
     )
 
 
-class _Measured(BaseException):
+class _MeasurementComplete(BaseException):
     """Raised after enough steps. No `except Exception` of the program can catch it."""
 
 
@@ -109,12 +109,12 @@ class StepTimer:
     """Substitute for a stepper's `train` that records how long steps compute, their size and what they merge.
 
     Args:
-        take: The stepper's original `train`.
+        train_step: The stepper's original `train`.
         cycle: Number of steps after which the collectives repeat.
     """
 
-    def __init__(self, take: Callable[..., None], recording: RecordingAlgorithm, cycle: int) -> None:
-        self._take = take
+    def __init__(self, train_step: Callable[..., None], recording: RecordingAlgorithm, cycle: int) -> None:
+        self._train_step = train_step
         self._recording = recording
         self.cycle = cycle
         self.steps = 0
@@ -128,19 +128,19 @@ class StepTimer:
         if self.steps > WARM_UP_STEPS:
             self.seconds.append(now - self._began_at - self._recording.seconds)
             self.calls.append(self._recording.calls)
-        if self._is_enough():
-            raise _Measured
+        if self._is_complete():
+            raise _MeasurementComplete
         self._began_at = now
         self._recording.reset()
         self.steps += 1
         self.sizes[batch.size, batch.global_size] += 1
-        self._take(batch, last=last)
+        self._train_step(batch, last=last)
 
-    def _is_enough(self) -> bool:
+    def _is_complete(self) -> bool:
         taken = len(self.seconds)
-        if taken < max(LEAST_STEPS, 2 * self.cycle):
+        if taken < max(MIN_STEPS, 2 * self.cycle):
             return False
-        return taken >= STEPS or sum(self.seconds) > ENOUGH_S
+        return taken >= MAX_STEPS or sum(self.seconds) > MAX_SECONDS
 
     def usual_cycle(self) -> tuple[float, tuple[RecordedCall, ...]]:
         """Return the seconds per step, the median over cycles, and the calls of the most frequent kind of cycle:

@@ -40,12 +40,12 @@ def test_an_exchange_goes_on_from_what_was_pooled() -> None:
         for exchange in (straight, saved):
             exchange.begin(values(0, 0), 1)
         for step in range(1, 4):
-            straight.took_step(5)
+            straight.record_step(5)
             expected = straight.run(values(0, step), replica, overlap=False)
-            state = {name: np.array(array) for name, array in saved.pooled(replica.communicator).items()}
+            state = {name: np.array(array) for name, array in saved.combined_state(replica.communicator).items()}
             saved = WeightExchange(OuterSGD(), TopK(0.1))
-            saved.load_pooled(state, 1)
-            saved.took_step(5)
+            saved.load_combined(state, 1)
+            saved.record_step(5)
             found = saved.run(values(0, step), replica, overlap=False)
             if any(a.tobytes() != b.tobytes() for a, b in zip(expected, found, strict=True)):
                 return False
@@ -65,9 +65,9 @@ def test_an_exchange_that_fails_may_be_repeated() -> None:
         found = []
         for exchange in (straight, repeated):
             exchange.begin(values(0, 0), 1)
-            exchange.took_step(5)
+            exchange.record_step(5)
             exchange.run(values(replica.rank, 1), replica, overlap=False)
-            exchange.took_step(replica.rank + 1)
+            exchange.record_step(replica.rank + 1)
             if exchange is repeated:
                 with pytest.raises(PeerLostError):
                     exchange.run(values(replica.rank, 2), LosesAPeer(replica.communicator), overlap=False)
@@ -83,9 +83,9 @@ def test_progress_counts_by_samples() -> None:
     def body(replica: Replica) -> tuple[Any, Any]:
         exchange = WeightExchange(AVERAGE)
         exchange.begin(values(0, 0), 1)
-        exchange.took_step(3 if replica.rank == 0 else 1)
+        exchange.record_step(3 if replica.rank == 0 else 1)
         merged = exchange.run(values(replica.rank, 1), replica, overlap=False)
-        exchange.took_step(0)
+        exchange.record_step(0)
         return merged, exchange.run(merged, replica, overlap=False)
 
     for merged, again in on_ranks(body):

@@ -24,7 +24,7 @@ class Scope:
         self.scope_registry = ScopeRegistry()
         for thing in made:
             for part in parts_of(thing):
-                self.scope_registry.note(part)
+                self.scope_registry.register(part)
         self.outgoing = OutgoingDefinitions(self.scope_registry, make_tensors())
 
     def arrived(self, *required: Any) -> dict[ScopedName, Any]:
@@ -112,7 +112,7 @@ def test_what_is_required_is_sent_and_nothing_else() -> None:
 def noted(scope: Scope, thing: Any) -> Any:
     """The program makes it later."""
     for part in parts_of(thing):
-        scope.scope_registry.note(part)
+        scope.scope_registry.register(part)
     return thing
 
 

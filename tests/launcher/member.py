@@ -27,7 +27,7 @@ from phalanx.elastic.elastic_group import ElasticGroup
 from phalanx.elastic.elastic_node import ElasticNode
 from phalanx.errors import MembershipChangedError
 from phalanx.runtime import progress, telemetry
-from phalanx.training.replica import EntryOverError, Replica
+from phalanx.training.replica import EntryFinishedError, Replica
 
 PACE_S = 0.02
 SLOW_S = 0.1
@@ -105,7 +105,7 @@ def main(folder: Path) -> None:
                     replica.join_entry()
                 Member(folder, index, replica).train()
                 entry.result = b"over"
-        except EntryOverError:
+        except EntryFinishedError:
             pass
         except KeyboardInterrupt:
             if (folder / f"mute-{index}").exists():

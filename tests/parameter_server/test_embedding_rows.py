@@ -212,7 +212,7 @@ def test_a_layer_with_rows_gives_what_the_whole_one_gives() -> None:
         rows.load(engine, [numbers], [whole[numbers]])
         assert model.trainable_variables[0].shape[0] == room
         np.testing.assert_allclose(keras.ops.convert_to_numpy(model(x)), expected, rtol=1e-5, atol=1e-6)
-        rows.leave()
+        rows.restore_tables()
     assert engine.retraced == 2
     np.testing.assert_array_equal(model.get_weights()[0], whole)
     assert [variable.path for variable in model.variables] == paths
@@ -233,7 +233,7 @@ def test_what_looks_at_a_table_that_is_not_there_is_told(tmp_path: Path) -> None
     with pytest.raises(UnsupportedError, match=re.escape("embeddings` [50, 4] is not in this process")):
         keras.ops.matmul(np.zeros((1, 4), "float32"), keras.ops.transpose(model.get_layer("table").embeddings))
     assert np.isnan(keras.ops.convert_to_numpy(model(np.array([[1, 2, 9]], "int32")))).all(), "9 is not among the rows"
-    rows.leave()
+    rows.restore_tables()
     model.save_weights(tmp_path / "model.weights.h5")
 
 

@@ -82,7 +82,7 @@ def placed(client: Any, **rules: bool) -> ParameterServerMerge:
     merge = ParameterServerMerge(worker)
     variables = [PlacedVariable(name, (2,), "float32") for name in "ab"]
     shards = [Shard(index, 0, 2, index) for index in range(2)]
-    merge.place(0, PlacedVariables(variables, shards, 2), None)
+    merge.set_variables(0, PlacedVariables(variables, shards, 2), None)
     return merge
 
 

@@ -15,7 +15,7 @@ from phalanx.training.elastic_recovery import ElasticRecovery
 from phalanx.training.fit_arguments import FitArguments
 from phalanx.training.fit_position import FitRecorder
 from phalanx.training.fit_state import ReplicaFitState
-from phalanx.training.replica import alone
+from phalanx.training.replica import single_replica
 from phalanx.training.replica_model import ReplicaModel
 from phalanx.transport.serialization import encode
 
@@ -27,7 +27,7 @@ def test_the_chiefs_own_callbacks_continue_on_its_successor_with_what_they_have_
     callbacks = [phalanx.callbacks.OnChief(stopping)]
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    replica_model = ReplicaModel(model, alone())
+    replica_model = ReplicaModel(model, single_replica())
     x = np.zeros((4, 2), np.float32)
     source = replica_model.shard(x, x[:, :1], None, steps=None, seed=0, batch_size=2)
     state = ReplicaFitState(arguments=FitArguments(x, epochs=9, verbose=0, callbacks=callbacks), source=source)

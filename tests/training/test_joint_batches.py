@@ -6,7 +6,7 @@ import numpy as np
 
 from phalanx.data import ShardedInput
 from phalanx.training.joint_batches import JointBatches
-from phalanx.training.replica import alone
+from phalanx.training.replica import single_replica
 from tests.data.merging import shard_input
 
 
@@ -20,10 +20,10 @@ def test_an_epoch_has_begun_before_its_first_batch_is_read() -> None:
     plain, disturbed, resumed = shuffled(), shuffled(), shuffled()
     for source in (plain, disturbed):
         list(source.epoch(0))
-    batches = JointBatches(disturbed, 1, alone())
+    batches = JointBatches(disturbed, 1, single_replica())
     resumed.position.resume_epoch(disturbed.position.running_epoch, batches.done)
-    batches.regroup()
-    after = JointBatches(resumed, 1, alone(), done=0)
+    batches.reshard()
+    after = JointBatches(resumed, 1, single_replica(), done=0)
     for batch in plain.epoch(1):
         for walk in (batches, after):
             joint = walk.next()

@@ -16,7 +16,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import trainer_hook
 from phalanx.keras_compat.trainer_hook import KerasMethod
 from phalanx.training.model_dispatch import ModelDispatcher, _trainer_of
-from phalanx.training.replica import alone
+from phalanx.training.replica import single_replica
 from phalanx.training.replica_trainer import ReplicaTrainer
 from tests.support.seeds import set_random_seed
 
@@ -36,7 +36,7 @@ def trainers(optimizer: Callable[[], Any] = keras.optimizers.SGD) -> list[Any]:
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
         model.compile(optimizer(), "mse", run_eagerly=True)  # compiling takes longer
         made.append(model)
-    return [made[0], ReplicaTrainer(made[1], alone())]
+    return [made[0], ReplicaTrainer(made[1], single_replica())]
 
 
 def losses(trainer: Any, *callbacks: Any, **arguments: Any) -> Any:

@@ -76,8 +76,8 @@ def test_a_checkpoint_of_a_job_that_merged_every_step_is_continued_within_its_ep
     merge: Any = SimpleNamespace(in_mode=lambda mode: nullcontext())
     communicator: Any = SimpleNamespace(all_gather=lambda own: [own])
     stepper = LocalSGDStepper(model, engine, merge, Replica(communicator), SyncPeriod(9, AVERAGE), None)
-    stepper.load_pooled({})
-    stepper.begin(watched=False, entering=True)
+    stepper.load_combined({})
+    stepper.begin(has_batch_listeners=False, entering=True)
     stepper._trained = 4  # as if steps had been taken and exchanged
     assert stepper.finish(lambda action: action()) == ()
     assert starts == [[5.0]]

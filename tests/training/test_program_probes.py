@@ -12,7 +12,7 @@ from phalanx.cluster.membership_messages import EntryAlreadyFinished, EntryStart
 from phalanx.errors import DisagreementError
 from phalanx.training.checks import program_probes
 from phalanx.training.checks.program_probes import ChiefFindings, check_chiefs_findings
-from phalanx.training.replica import Entry, EntryOverError
+from phalanx.training.replica import Entry, EntryFinishedError
 
 SEED = (5).to_bytes(8)
 
@@ -59,7 +59,7 @@ def test_a_candidate_that_the_members_wait_for_uses_its_own_findings(monkeypatch
 
 def test_a_candidate_learns_that_the_members_have_finished() -> None:
     findings = ChiefFindings(Candidate(EntryAlreadyFinished(3, b"result")))  # type: ignore[arg-type]
-    with pytest.raises(EntryOverError):
+    with pytest.raises(EntryFinishedError):
         findings.from_chief("losses", [2])
 
 
@@ -73,7 +73,7 @@ def test_members_publish_what_holds_in_the_outer_call(depth: int, expected: list
         present_entry=entry,
         retry=lambda action: action(),
         broadcast_from_chief=lambda found: found,
-        announce_entry=lambda: announced.append(msgspec.msgpack.decode(entry.note[8:])),
+        announce_entry=lambda: announced.append(msgspec.msgpack.decode(entry.announcement[8:])),
     )
     findings = ChiefFindings(member)  # type: ignore[arg-type]
     findings.from_chief("losses", [1])

@@ -116,7 +116,7 @@ class ChiefFindings:
         assert elastic is not None
         until = time.monotonic() + FINDINGS_TIMEOUT_S
         while not entry.findings and time.monotonic() < until:
-            entry.query(elastic)
+            entry.fetch(elastic)
             time.sleep(POLL_S)
         return decode_message(entry.findings, dict[str, Any]) if entry.findings else {}
 

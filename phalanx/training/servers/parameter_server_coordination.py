@@ -376,7 +376,7 @@ class ParameterServerCoordination:
         assert isinstance(answer, Values)
         if answer.note:
             logger.warning("Epoch %d: %s.", epoch + 1, answer.note)
-        worker.global_step = self._remote_model.merge.tickets.note_count(answer)
+        worker.global_step = self._remote_model.merge.tickets.record_step_count(answer)
         merged = [
             value.reshape(variable.shape)
             for variable, value in zip(rules.variables, arrays_of(buffers, answer.dtypes), strict=True)

@@ -88,8 +88,8 @@ class ParameterServerTrainer:
         # again.
         self._rejoin = coordination.rejoin
         try:
-            with state.undo:
-                saver_claims.claim_paths(state.callbacks, state.undo)
+            with state.exit_stack:
+                saver_claims.claim_paths(state.callbacks, state.exit_stack)
                 return FitLoop(model, state, coordination).run()
         except PhalanxError:  # perhaps of a lost server, which cannot answer any request
             raise

@@ -192,7 +192,7 @@ class RemoteModel:
         """Restore the model's whole tables, and the values of all variables."""
         self.engine.end()
         if self.embeddings is not None:
-            self.embeddings.leave()
+            self.embeddings.restore_tables()
 
     def refresh(self) -> None:
         """During `fit`, perhaps between two batches, copy the newest weights into the model. After `fit`, the model
@@ -238,7 +238,7 @@ class RemoteModel:
         self.merge.flush()
         answer, _ = self._worker.client.request(HEAD, HoldSteps(True))
         assert isinstance(answer, Values)
-        self._worker.global_step = self.merge.tickets.note_count(answer)
+        self._worker.global_step = self.merge.tickets.record_step_count(answer)
         try:
             yield
         finally:

@@ -120,7 +120,7 @@ class RemoteVariables:
         tickets, self.tables = self._merge.tickets, answer.tables
         tickets.era, tickets.step_offset = answer.era, answer.step_offset
         # It may be less than before if the chief was restarted.
-        self._worker.global_step = tickets.note_count(answer)
+        self._worker.global_step = tickets.record_step_count(answer)
         groups = [each.groups for each in attached]
         self._placed = PlacedVariables(self._described, self._shards, self._client.num_servers, self.tables, groups)
         if self._clip is not None and self.tables and self._worker.rules.synchronous:
@@ -128,7 +128,7 @@ class RemoteVariables:
                 "The optimizer clips by the norm of merged gradients, of which each of several servers has only "
                 "a part, and embeddings are trained by rows. Pass embedding_rows=False, use one server, or clipvalue."
             )
-        self._merge.place(fit, self._placed, self._clip)
+        self._merge.set_variables(fit, self._placed, self._clip)
         self._client.reconnection.rejoin_requests = self._rejoin_requests
         return answer.first_epoch
 

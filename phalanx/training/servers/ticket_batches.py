@@ -153,4 +153,4 @@ class TicketBatches:
         """Return a ticket without a batch, because the data has ended or the stream is past it."""
         self._merge.flush()
         self._client.request(HEAD, NoBatch(ticket, is_end_of_data))
-        self._merge.tickets.abandon(ticket)
+        self._merge.tickets.skip(ticket)

@@ -25,7 +25,7 @@ from phalanx.training.sparse_embeddings.table_selection import MAX_ROWS, Embeddi
 
 Array = np.ndarray[Any, Any]
 
-SPARE_ROOM = 1.25
+CAPACITY_FACTOR = 1.25
 """Factor by which a table is larger than the first batch needs: whenever it becomes too small, steps are recompiled."""
 NO_ROW = MAX_ROWS
 """Pads the numbers of the rows in use; greater than any row number, so that they stay sorted."""
@@ -47,7 +47,7 @@ class SparseEmbeddings:
         self._compact: list[CompactTable] = []
         # Whether the layers have the small tables now: only in steps, so that other readers of the model find whole
         # ones.
-        self._in_place = False
+        self._is_installed = False
 
     def serves(self, tables: Sequence[EmbeddingTable]) -> bool:
         """Whether this object is for these tables, of the same graph."""
@@ -66,30 +66,32 @@ class SparseEmbeddings:
 
     def load(self, engine: Engine, numbers: Sequence[Array], rows: Sequence[Array]) -> None:
         """Prepare the model for a step that looks up these numbers, whose rows are given."""
-        fits = self._compact and all(len(n) <= compact.room for n, compact in zip(numbers, self._compact, strict=True))
-        if not fits or not self._in_place:
+        fits = self._compact and all(
+            len(n) <= compact.capacity for n, compact in zip(numbers, self._compact, strict=True)
+        )
+        if not fits or not self._is_installed:
             engine.end()
             if not fits:
-                self.leave()
-                # Rooms only grow: a size that was needed once will be needed again, and any other is compiled again.
-                rooms = [compact.room for compact in self._compact] or [0] * len(self.tables)
+                self.restore_tables()
+                # They only grow: a size that was needed once will be needed again, and any other is compiled again.
+                capacities = [compact.capacity for compact in self._compact] or [0] * len(self.tables)
                 self._compact = [
-                    CompactTable(table, max(room, _room_for(table, len(n))))
-                    for table, room, n in zip(self.tables, rooms, numbers, strict=True)
+                    CompactTable(table, max(capacity, _capacity_for(table, len(n))))
+                    for table, capacity, n in zip(self.tables, capacities, numbers, strict=True)
                 ]
                 engine.retrace()
             for compact in self._compact:
-                compact.enter()
-            self._in_place = True
+                compact.install()
+            self._is_installed = True
             engine.begin()
         engine.write([pair for c, n, r in zip(self._compact, numbers, rows, strict=True) for pair in c.values(n, r)])
 
-    def leave(self) -> None:
+    def restore_tables(self) -> None:
         """Restore the model's tables, with their previous values; after `engine.end()`. Safe to call twice."""
-        if self._in_place:
-            self._in_place = False
+        if self._is_installed:
+            self._is_installed = False
             for compact in self._compact:
-                compact.leave()
+                compact.uninstall()
 
     def assign(self, tables: Sequence[Array]) -> None:
         """Assign values to the tables, all rows."""
@@ -102,30 +104,30 @@ class CompactTable:
 
     Args:
         table: The table to replace.
-        room: Number of rows.
+        capacity: Number of rows.
     """
 
-    def __init__(self, table: EmbeddingTable, room: int):
-        self.room = room
+    def __init__(self, table: EmbeddingTable, capacity: int):
+        self.capacity = capacity
         self._table = table
         variable = table.variable
         dtype = str(variable.dtype)
         self._rows = keras.Variable(
-            np.zeros((room, *variable.shape[1:]), dtype), dtype=dtype, trainable=True, name=variable.name
+            np.zeros((capacity, *variable.shape[1:]), dtype), dtype=dtype, trainable=True, name=variable.name
         )
         # Messages, and code that selects variables by path, must see the table's path.
         self._rows._path = variable.path
         self._numbers = keras.Variable(
-            np.full(room, NO_ROW), dtype=ROW_NUMBER_DTYPE.name, trainable=False, name="row_numbers"
+            np.full(capacity, NO_ROW), dtype=ROW_NUMBER_DTYPE.name, trainable=False, name="row_numbers"
         )
 
-    def enter(self) -> None:
+    def install(self) -> None:
         layer = self._table.layer
         _swap_variables(layer, [self._table.variable], [self._rows, self._numbers])
-        set_untracked(layer, _embeddings=_Absent(str(self._table)))
+        set_untracked(layer, _embeddings=_TablePlaceholder(str(self._table)))
         override_methods(layer, call=self._call, save_own_variables=_refuse_to_save)
 
-    def leave(self) -> None:
+    def uninstall(self) -> None:
         layer = self._table.layer
         restore_methods(layer, "call", "save_own_variables")
         set_untracked(layer, _embeddings=self._table.variable)
@@ -133,10 +135,10 @@ class CompactTable:
 
     def values(self, numbers: Array, rows: Array) -> list[tuple[Any, Array]]:
         """Return the variables, with their values for a step."""
-        places = np.full(self.room, NO_ROW, ROW_NUMBER_DTYPE)
+        places = np.full(self.capacity, NO_ROW, ROW_NUMBER_DTYPE)
         # Ascending, then NO_ROW: `_call` searches by bisection.
         places[: len(numbers)] = numbers
-        return [(self._numbers, places), (self._rows, padded(rows, self.room))]
+        return [(self._numbers, places), (self._rows, padded(rows, self.capacity))]
 
     def _call(self, inputs: Any) -> Any:
         """Replacement for `Embedding.call`. A number that is not among the rows, which must not happen, gives NaN."""
@@ -147,13 +149,13 @@ class CompactTable:
         wanted = ops.reshape(inputs, (-1,))
         wanted = ops.where(wanted < 0, wanted + height, wanted)  # counted from the end, as in Keras
         numbers = ops.cast(self._numbers, wanted.dtype)
-        places = ops.minimum(ops.searchsorted(numbers, wanted), self.room - 1)
+        places = ops.minimum(ops.searchsorted(numbers, wanted), self.capacity - 1)
         found = ops.expand_dims(ops.equal(ops.take(numbers, places, axis=0), wanted), -1)
         rows = ops.where(found, ops.take(self._rows, places, axis=0), float("nan"))
         return ops.cast(ops.reshape(rows, (*ops.shape(inputs), layer.output_dim)), layer.compute_dtype)
 
 
-class _Absent:
+class _TablePlaceholder:
     """Placeholder for the table of a layer while it is trained by rows; any use raises."""
 
     def __init__(self, table: str):
@@ -194,5 +196,5 @@ def _swap_variables(layer: Any, out: Sequence[Any], into: Sequence[Any]) -> None
         layer._tracker.lock()
 
 
-def _room_for(table: EmbeddingTable, used: int) -> int:
-    return min(next_power_of_two(int(used * SPARE_ROOM)), int(table.variable.shape[0]))
+def _capacity_for(table: EmbeddingTable, used: int) -> int:
+    return min(next_power_of_two(int(used * CAPACITY_FACTOR)), int(table.variable.shape[0]))

@@ -26,20 +26,20 @@ class GradientAccumulator:
         return bool(self._sums)
 
     def add(
-        self, numbers: Sequence[int], arrays: Sequence[Array], scales: Sequence[float], *, unit: float = 1.0
+        self, numbers: Sequence[int], arrays: Sequence[Array], scales: Sequence[float], *, loss_scale: float = 1.0
     ) -> None:
-        """Add `scale * array / unit` to the sums of these numbers; with scale 0 an array is not read."""
+        """Add `scale * array / loss_scale` to the sums of these numbers; with scale 0 an array is not read."""
         for number, array, scale in zip(numbers, arrays, scales, strict=True):
-            self._sums[number] = _sum(self._sum_of(number, array), array, scale / unit)
+            self._sums[number] = _sum(self._sum_of(number, array), array, scale / loss_scale)
 
     def plus_accumulated(
-        self, numbers: Sequence[int], arrays: Sequence[Array], scales: Sequence[float], *, unit: float = 1.0
+        self, numbers: Sequence[int], arrays: Sequence[Array], scales: Sequence[float], *, loss_scale: float = 1.0
     ) -> list[Array]:
-        """Return `scale * array` plus the sums of these numbers, in units of `unit`."""
+        """Return `scale * array` plus the sums of these numbers, which are multiplied by `loss_scale`."""
         found = []
         for number, array, scale in zip(numbers, arrays, scales, strict=True):
             total = self._sum_of(number, array)
-            whole = _sum(total if unit == 1.0 else total * total.dtype.type(unit), array, scale)
+            whole = _sum(total if loss_scale == 1.0 else total * total.dtype.type(loss_scale), array, scale)
             found.append(whole.astype(array.dtype, copy=False))
         return found
 
@@ -53,7 +53,7 @@ class GradientAccumulator:
 
     def _sum_of(self, number: int, array: Array) -> Array:
         total = self._sums.get(number)
-        return np.zeros(array.shape, _wide(array)) if total is None else total
+        return np.zeros(array.shape, _sum_dtype(array)) if total is None else total
 
 
 def _sum(total: Array, array: Array, scale: float) -> Array:
@@ -66,6 +66,6 @@ def _sum(total: Array, array: Array, scale: float) -> Array:
         return whole
 
 
-def _wide(array: Array) -> np.dtype[np.generic]:
+def _sum_dtype(array: Array) -> np.dtype[np.generic]:
     """Return the dtype of an array's sums: in 16-bit floats, small terms would be lost."""
     return np.dtype(np.float32) if array.dtype.itemsize <= 2 and array.dtype.kind not in "iub" else array.dtype

@@ -70,7 +70,7 @@ class DeterministicStepper(ReplicaStepper):
     def predict(self, batch: JointBatch, structure: ElementStructure) -> Any:
         """Return the model's outputs for this rank's micro-batches; see `Engine.predict`.
 
-        If the outputs have no row for each sample (`LocalOutputs.of`), the batch is computed whole.
+        If the outputs have no row for each sample (`LocalOutputs.create`), the batch is computed whole.
         """
         if not batch.micro_batches:
             return self._engine.predict(batch.data, structure)

@@ -29,7 +29,7 @@ class Float16Overflow:
     def __init__(self) -> None:
         self._weights: frozenset[int] = frozenset()
 
-    def use_weights_of(self, model: Any) -> None:
+    def watch_weights(self, model: Any) -> None:
         """Set the model to which the gradients belong from here on; it must be built."""
         is_plain = not any(overrides(model, name) for name in ("train_step", "compute_loss"))
         self._weights = frozenset(
@@ -40,7 +40,7 @@ class Float16Overflow:
             if weight._autocast and getattr(weight, "regularizer", None) is None
         )
 
-    def mark(self, gradients: Iterable[tuple[int, Array]]) -> None:
+    def mark_overflows(self, gradients: Iterable[tuple[int, Array]]) -> None:
         """Mark overflows in merged gradients in place.
 
         Args:

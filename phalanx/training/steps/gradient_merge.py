@@ -33,10 +33,10 @@ Array = np.ndarray[Any, Any]
 
 BUFFERS = 2
 """Number of buffers. While the backend's asynchronous update reads one, the next step writes to the other."""
-MOST_LAYOUTS = 8
+MAX_LAYOUTS = 8
 """Number of layouts whose buffers are kept, each as large as the model: a step that leaves out layers at random has a
 new layout each time."""
-MOST_SCALES = 1024
+MAX_CACHED_SCALES = 1024
 """Number of cached scales by layout and share: in streams of varying batch sizes, the shares keep changing."""
 
 
@@ -66,7 +66,7 @@ class MergeBuffers:
         ring = self._rings.pop(layout, None)
         if ring is None:
             ring = [_buffers(layout) for _ in range(BUFFERS)]
-            if len(self._rings) == MOST_LAYOUTS:
+            if len(self._rings) == MAX_LAYOUTS:
                 del self._rings[next(iter(self._rings))]
         self._rings[layout] = ring
         # Reinserted above as the last entry, so the first entry is the least recently used.
@@ -77,7 +77,7 @@ class MergeBuffers:
 class _Groups(NamedTuple):
     """Arrays of a layout by kind, as indices."""
 
-    owners: list[int]  # owners of the gradients
+    variable_ids: list[int]  # of the gradients
     gradients: list[int]
     compressed: list[int]  # a subset of the gradients
     counts: list[int]  # metric increments
@@ -85,7 +85,7 @@ class _Groups(NamedTuple):
     extremes: list[int]
 
 
-class _Kept(NamedTuple):
+class _Accumulated(NamedTuple):
     """Gradients and metric increments that wait for the optimizer's update."""
 
     gradients: GradientAccumulator
@@ -99,7 +99,7 @@ class StepMerge(Merge):
         compression: Gradient compression; None to send gradients unchanged.
 
     Attributes:
-        unit: Current scale of the loss, by which gradients are multiplied.
+        loss_scale: Current scale of the loss, by which gradients are multiplied.
         accumulates: Whether some steps accumulate gradients; the same for all steps of a model.
         compresses: Whether gradients are compressed.
         overflow: Detector of gradient overflows if the loss has a dynamic scale; the same for all steps.
@@ -111,14 +111,14 @@ class StepMerge(Merge):
         self.repeats = replica.elastic is not None
         self.in_micro_batches = self.once_per_step = replica.micro_batches is not None
         self._reducer = None if compression is None else CompressedReducer(compression)
-        self._kept = _Kept(GradientAccumulator(), GradientAccumulator())
+        self._accumulated = _Accumulated(GradientAccumulator(), GradientAccumulator())
         # Set by the stepper for the duration of one step. Only the thread that trains merges.
         self._mode = MergeMode.MERGE
         self._buffers = MergeBuffers()
         # Both are computed once per layout: a step on a small model takes less than a millisecond, so this matters.
         self._scales: dict[tuple[StepLayout, float, bool], tuple[float, ...]] = {}
         self._groups: dict[StepLayout, _Groups] = {}
-        self.unit = 1.0
+        self.loss_scale = 1.0
         self.accumulates = False
         self.compresses = compression is not None
         self.overflow: Float16Overflow | None = None
@@ -161,7 +161,7 @@ class StepMerge(Merge):
         progress.enter("all_reduce")
         timeline.current.enter("merge")
         accumulates = self._mode in (MergeMode.ACCUMULATE, MergeMode.ACCUMULATE_GRADIENTS)
-        has_accumulated = self._mode is MergeMode.UPDATE and (self._kept.gradients or self._kept.counts)
+        has_accumulated = self._mode is MergeMode.UPDATE and (self._accumulated.gradients or self._accumulated.counts)
         if accumulates or has_accumulated or self._reducer or layout.has_extremes:
             self._merge_extremes(layout, arrays, views)
             self._merge_partly(layout, list(arrays), list(scales), views)
@@ -169,7 +169,7 @@ class StepMerge(Merge):
             self._all_reduce(arrays, scales, views)
         if self.overflow is not None:
             groups = self._groups_of(layout)
-            self.overflow.mark(zip(groups.owners, _chosen(groups.gradients, views), strict=True))
+            self.overflow.mark_overflows(zip(groups.variable_ids, _select(groups.gradients, views), strict=True))
         progress.enter("update")
         timeline.current.enter("apply" if MergeWeight.GRADIENT in layout.weights else "metrics")
         return flats
@@ -198,7 +198,7 @@ class StepMerge(Merge):
         for op, weight in ((ReduceOp.MAX, MergeWeight.MAX), (ReduceOp.MIN, MergeWeight.MIN)):
             chosen = [i for i in extremes if layout.weights[i] is weight]
             if chosen:
-                self._replica.communicator.all_reduce(_chosen(chosen, arrays), op, out=_chosen(chosen, views))
+                self._replica.communicator.all_reduce(_select(chosen, arrays), op, out=_select(chosen, views))
 
     def merge_notice(self) -> None:
         """Merge only the preemption notice."""
@@ -228,29 +228,29 @@ class StepMerge(Merge):
     def merge_accumulated(self, variables: Sequence[Any]) -> list[Array | None]:
         """Return the accumulated gradients of these variables, summed over all ranks, and clear them; None for a
         variable without a gradient. All ranks must call."""
-        own = [self._kept.gradients.get(id(variable)) for variable in variables]
+        own = [self._accumulated.gradients.get(id(variable)) for variable in variables]
         merged = map_non_none(lambda present: self._replica.all_reduce(present) if present else [], own)
-        self._kept.gradients.clear()
+        self._accumulated.gradients.clear()
         return merged
 
     def reset_counts(self) -> None:
         """Discard what metrics have counted since the last merge, because they were reset."""
-        self._kept.counts.clear()
+        self._accumulated.counts.clear()
 
-    def forget_compression(self) -> None:
+    def reset_compression(self) -> None:
         """Discard the state that the compression has kept from earlier steps."""
         if self._reducer is not None:
             self._reducer.load({})
 
-    def pooled(self) -> dict[str, Array]:
-        """Return the state that merges keep between steps, pooled over all ranks; all ranks must call."""
+    def combined_state(self) -> dict[str, Array]:
+        """Return the state that merges keep between steps, combined over all ranks; all ranks must call."""
         if self._reducer is None:
             return {}
         pooled = self._reducer.pooled(self._replica.communicator)
         return {f"compression/{name}": array for name, array in pooled.items()}
 
-    def load_pooled(self, state: State) -> None:
-        """Continue from what `pooled` returned, with the current ranks."""
+    def load_combined(self, state: State) -> None:
+        """Continue from what `combined_state` returned, with the current ranks."""
         if self._reducer is not None:
             self._reducer.load_pooled(strip_prefix("compression/", state), self._replica.world_size)
 
@@ -262,46 +262,49 @@ class StepMerge(Merge):
     def _merge_partly(
         self, layout: StepLayout, arrays: list[Array], scales: list[float], views: Sequence[Array]
     ) -> None:
-        groups, mode, unit = self._groups_of(layout), self._mode, self.unit
-        gradients, counts = (_chosen(group, arrays) for group in (groups.gradients, groups.counts))
-        factors, weights = (_chosen(group, scales) for group in (groups.gradients, groups.counts))
+        groups, mode, loss_scale = self._groups_of(layout), self._mode, self.loss_scale
+        gradients, counts = (_select(group, arrays) for group in (groups.gradients, groups.counts))
+        factors, weights = (_select(group, scales) for group in (groups.gradients, groups.counts))
         # Below: what is compressed, what is merged uncompressed, and what is only added to this rank's sums. `arrays`
         # and `scales` are local lists, so their items may be replaced. State is merged at every step: the state of a
         # rank with no samples, or with different ones, is not the job's.
         merged = list(groups.rest)
         if mode is not MergeMode.ACCUMULATE:
             merged = [*groups.counts, *merged]
-            if mode is not MergeMode.MERGE and self._kept.counts:
-                whole = self._kept.counts.plus_accumulated(range(len(counts)), counts, weights)
-                _put(groups.counts, whole, arrays, scales)
+            if mode is not MergeMode.MERGE and self._accumulated.counts:
+                whole = self._accumulated.counts.plus_accumulated(range(len(counts)), counts, weights)
+                _replace(groups.counts, whole, arrays, scales)
         if mode in (MergeMode.MERGE, MergeMode.UPDATE):
             merged = [*(i for i in groups.gradients if i not in groups.compressed), *merged]
-            if mode is MergeMode.UPDATE and self._kept.gradients:
-                whole = self._kept.gradients.plus_accumulated(groups.owners, gradients, factors, unit=unit)
-                _put(groups.gradients, whole, arrays, scales)
+            if mode is MergeMode.UPDATE and self._accumulated.gradients:
+                whole = self._accumulated.gradients.plus_accumulated(
+                    groups.variable_ids, gradients, factors, loss_scale=loss_scale
+                )
+                _replace(groups.gradients, whole, arrays, scales)
             if self._reducer is not None and groups.compressed:
                 self._reducer.all_reduce(
                     self._replica.communicator,
-                    *(_chosen(groups.compressed, of) for of in (arrays, scales, views)),
-                    unit=unit,
+                    *(_select(groups.compressed, of) for of in (arrays, scales, views)),
+                    unit=loss_scale,
                     owner=layout.owners,
                 )
         if merged or self._replica.notice is not None:
-            self._all_reduce(_chosen(merged, arrays), tuple(_chosen(merged, scales)), _chosen(merged, views))
+            self._all_reduce(_select(merged, arrays), tuple(_select(merged, scales)), _select(merged, views))
         # Nothing below can fail, so the state kept between steps may change.
         if self._reducer is not None:
             self._reducer.commit()
         if mode in (MergeMode.ACCUMULATE, MergeMode.ACCUMULATE_GRADIENTS):
             # The optimizer accumulates zeros, which change nothing, until the update adds the sums.
-            self._kept.gradients.add(groups.owners, gradients, factors, unit=unit)
-            _clear(_chosen(groups.gradients, views))
+            self._accumulated.gradients.add(groups.variable_ids, gradients, factors, loss_scale=loss_scale)
+            _clear(_select(groups.gradients, views))
         elif mode is MergeMode.UPDATE:
-            self._kept.gradients.clear()  # as in Keras: accumulated gradients are dropped if this step has no gradient
+            # As in Keras: accumulated gradients are dropped if this step has no gradient.
+            self._accumulated.gradients.clear()
         if mode is MergeMode.ACCUMULATE:
-            self._kept.counts.add(range(len(counts)), counts, weights)
-            _clear(_chosen(groups.counts, views))
+            self._accumulated.counts.add(range(len(counts)), counts, weights)
+            _clear(_select(groups.counts, views))
         elif mode is not MergeMode.MERGE:
-            self._kept.counts.clear()
+            self._accumulated.counts.clear()
 
     def _groups_of(self, layout: StepLayout) -> _Groups:
         groups = self._groups.get(layout)
@@ -312,7 +315,7 @@ class StepMerge(Merge):
 
             gradients, reducer = indices(MergeWeight.GRADIENT), self._reducer
             groups = self._groups[layout] = _Groups(
-                owners=[layout.owners[i] if layout.owners else i for i in gradients],
+                variable_ids=[layout.owners[i] if layout.owners else i for i in gradients],
                 gradients=gradients,
                 compressed=[
                     i
@@ -338,7 +341,7 @@ class StepMerge(Merge):
                 MergeWeight.FIRST: first,
                 **dict.fromkeys(EXTREMES, 1.0),
             }
-            if len(self._scales) == MOST_SCALES:
+            if len(self._scales) == MAX_CACHED_SCALES:
                 self._scales.clear()
             scale = self._scales[key] = tuple(factor_of[weight] for weight in layout.weights)
         return scale
@@ -381,9 +384,9 @@ class CustomLoopMerge:
             # A member that has joined has no compression state, and the others' may include steps that were undone.
             if self._generation != self._replica.generation:
                 self._generation = self._replica.generation
-                self._merge.forget_compression()
+                self._merge.reset_compression()
             # Residuals of earlier gradients are kept in the unit of the loss.
-            self._merge.unit = 1.0 if scale is None else float(keras.ops.convert_to_numpy(scale))
+            self._merge.loss_scale = 1.0 if scale is None else float(keras.ops.convert_to_numpy(scale))
             layout = StepLayout.of(gradients, [MergeWeight.GRADIENT] * len(gradients), variables)
             return [np.array(array) for array in layout.cut(self._merge(layout, gradients, 1.0))]
 
@@ -394,11 +397,11 @@ class CustomLoopMerge:
         return _gather_rows(self._replica, rows, 1.0)
 
 
-def _chosen(indices: Iterable[int], values: Sequence[Any]) -> list[Any]:
+def _select(indices: Iterable[int], values: Sequence[Any]) -> list[Any]:
     return [values[index] for index in indices]
 
 
-def _put(indices: Iterable[int], whole: Iterable[Array], arrays: list[Array], scales: list[float]) -> None:
+def _replace(indices: Iterable[int], whole: Iterable[Array], arrays: list[Array], scales: list[float]) -> None:
     """Replace some arrays by sums that already include their scales."""
     for index, array in zip(indices, whole, strict=True):
         arrays[index], scales[index] = array, 1.0

@@ -94,13 +94,13 @@ class LocalSGDStepper(ReplicaStepper):
         """See `ReplicaStepper.is_merged`."""
         return self.exchange.steps == 0
 
-    def begin(self, *, watched: bool, entering: bool = False) -> None:
+    def begin(self, *, has_batch_listeners: bool, entering: bool = False) -> None:
         """See `ReplicaStepper.begin`. The logs of single batches are local to this replica."""
         weights, layer_state = self._model.trainable_variables, self._engine.layer_state()
         # A custom step or a callback may update other variables from the weights, such as those of a teacher.
-        may_change = watched or overrides(self._model, "train_step")
+        may_change = has_batch_listeners or overrides(self._model, "train_step")
         self._variables = [*weights, *layer_state, *(frozen_weights(self._model) if may_change else ())]
-        # A process that resumes or joins has these from `load_pooled` or `admit`, from the middle of the epoch.
+        # A process that resumes or joins has these from `load_combined` or `admit`, from the middle of the epoch.
         if not entering:
             self._trained = 0
         # Also after the checkpoint of a job that merged every step: all ranks have its counts.
@@ -121,7 +121,7 @@ class LocalSGDStepper(ReplicaStepper):
         self._trained += batch.size
         self._averaged += batch.size
         self._all_trained += batch.size
-        self.exchange.took_step(batch.size)
+        self.exchange.record_step(batch.size)
 
     def merge_if_due(self, retry: RetryOnMembershipChange) -> Sequence[str]:
         """See `ReplicaStepper.merge_if_due`."""
@@ -167,25 +167,25 @@ class LocalSGDStepper(ReplicaStepper):
             self._forget_metrics()
             self._trained = self._all_trained = 0
 
-    def pooled(self) -> State:
-        """See `ReplicaStepper.pooled`. The chief, which saves it, takes over the counts of all metrics."""
+    def combined_state(self) -> State:
+        """See `ReplicaStepper.combined_state`. The chief, which saves it, takes over the counts of all metrics."""
         counts = self._replica.gather(self._trained)
         if any(counts):
             self._engine.merged_metrics(self._trained / sum(counts), self._metrics_start, final=True, training=True)
             self._trained = sum(counts) if self._replica.is_chief else 0
             if not self._replica.is_chief:
                 self._forget_metrics()
-        pooled = self.exchange.pooled(self._replica.communicator)
+        pooled = self.exchange.combined_state(self._replica.communicator)
         start = {f"start/{number}": array for number, array in enumerate(self._metrics_start)}
         return (
             {f"exchange/{name}": array for name, array in pooled.items()} | start | {"trained": np.array(sum(counts))}
         )
 
-    def load_pooled(self, state: State) -> None:
-        """See `ReplicaStepper.load_pooled`."""
+    def load_combined(self, state: State) -> None:
+        """See `ReplicaStepper.load_combined`."""
         if "trained" not in state:
             return  # written by a job that merged every step
-        self.exchange.load_pooled(strip_prefix("exchange/", state), self._replica.world_size)
+        self.exchange.load_combined(strip_prefix("exchange/", state), self._replica.world_size)
         self._trained = int(state["trained"]) if self._replica.is_chief else 0
         start = strip_prefix("start/", state)
         self._metrics_start = [np.asarray(start[name]) for name in sorted(start, key=int)]

@@ -72,9 +72,9 @@ class ParameterServerMerge(Merge):
         self._is_outstanding = False
         self.tickets = StepTickets()
         self._after = -1  # at an epoch's end: its last step's serial, since others' parts may still be in flight
-        self._heard_at = 0.0  # when the head last responded, by the monotonic clock
+        self._last_response_at = 0.0  # when the head last responded, by the monotonic clock
 
-    def place(self, fit: int, placed: PlacedVariables, clip: Clip | None) -> None:
+    def set_variables(self, fit: int, placed: PlacedVariables, clip: Clip | None) -> None:
         """Set the variables of the `fit` that begins.
 
         Args:
@@ -125,7 +125,7 @@ class ParameterServerMerge(Merge):
                 self._end_epoch(response)
                 return response
             self._after = -1
-            self._heard_at = time.monotonic()
+            self._last_response_at = time.monotonic()
             tickets.add(response)
             if self._is_overlapped or (self._rows is not None and not self._is_synchronous):
                 # The next ticket must be available while gradients are in flight, or to name the rows of the next step.
@@ -230,7 +230,7 @@ class ParameterServerMerge(Merge):
         self, gradients: Sequence[Array], extras: Sequence[Array], weights: Sequence[MergeWeight], share: float
     ) -> None:
         """Send each server the gradients of its shards, and the head everything else."""
-        if self._client.num_servers > 1 and time.monotonic() - self._heard_at > self._client.timeout_s / 2:
+        if self._client.num_servers > 1 and time.monotonic() - self._last_response_at > self._client.timeout_s / 2:
             # This process was suspended, or is very slow. Only the head knows whether it was evicted; the other servers
             # would apply its outdated gradients.
             self._client.request(HEAD, messages.QueryJobOver())
@@ -266,23 +266,23 @@ class ParameterServerMerge(Merge):
 
     def _receive(self) -> list[Array]:
         """Receive the servers' responses to the oldest outstanding step; return the merged extras."""
-        rows, extras = self.transfer.receive(self._client.receive_all(on_response=self._note_response))
+        rows, extras = self.transfer.receive(self._client.receive_all(on_response=self._record_response))
         if any(rows):
             self.rows.receive(rows)
         return extras
 
-    def _note_response(self, server: int, response: Response) -> None:
+    def _record_response(self, server: int, response: Response) -> None:
         """Record that the head has applied the step and may have issued the next ticket.
 
         If the head is lost before another server responds, its successor must be informed of both.
         """
         if server != HEAD or not isinstance(response, Values):
             return
-        self._heard_at = time.monotonic()
+        self._last_response_at = time.monotonic()
         self.tickets.complete_push()
         if response.ticket is not None:
             self.tickets.add(response.ticket)
-        self._worker.global_step = self.tickets.note_count(response)
+        self._worker.global_step = self.tickets.record_step_count(response)
 
     def flush(self) -> None:
         """Wait until all gradients that were sent are applied."""
@@ -301,7 +301,7 @@ class ParameterServerMerge(Merge):
         head, _ = responses[HEAD]
         assert isinstance(head, Values)
         # The last steps may have been taken by other workers only.
-        self._worker.global_step = self.tickets.note_count(head)
+        self._worker.global_step = self.tickets.record_step_count(head)
         transfer.receive(responses)
         # Copies: received arrays may be overwritten, or aliased by a backend.
         return [None if value is None else np.array(value) for value in transfer.values]

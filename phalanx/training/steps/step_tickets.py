@@ -31,24 +31,24 @@ class StepTickets:
         self._pushed: deque[int] = deque()  # serials of the steps whose gradients are in flight
         self._finished = -1  # serial of the last applied step
         self._handed_out = (-1, 0)  # an epoch, and how many of its batches are known to be handed out
-        self._made = (-1, 0)  # an epoch, and how many of its steps this worker has taken
+        self._taken_steps = (-1, 0)  # an epoch, and how many of its steps this worker has taken
 
     def begin_fit(self, fit: int) -> None:
         """Begin another `fit`."""
         self.fit = fit
         self._waiting.clear()
         self._pushed.clear()
-        self.forget()
+        self.discard()
 
     def begin_era(self, era: int) -> None:
         """Begin a new era, to which the chief has gone back."""
         self.era = era
-        self.forget()
+        self.discard()
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Discard the tickets of the old era, which are void."""
         self._unapplied.clear()
-        self._handed_out = self._made = (-1, 0)
+        self._handed_out = self._taken_steps = (-1, 0)
 
     def add(self, ticket: Ticket) -> None:
         """Add a ticket that the head has issued."""
@@ -85,17 +85,17 @@ class StepTickets:
             self._finished = self._pushed.popleft()
             self._count(self._unapplied.pop(self._finished, None))
 
-    def abandon(self, ticket: Ticket) -> None:
+    def skip(self, ticket: Ticket) -> None:
         """Record that no step is taken for this ticket."""
         self._count(self._unapplied.pop(ticket.serial, None))
 
     def _count(self, ticket: Ticket | None) -> None:
         if ticket is not None:
-            epoch, made = self._made
-            # Abandoned tickets count, too: a new head needs to know how much of the epoch is done.
-            self._made = (ticket.epoch, made + 1 if epoch == ticket.epoch else 1)
+            epoch, taken = self._taken_steps
+            # Skipped tickets count, too: a new head needs to know how much of the epoch is done.
+            self._taken_steps = (ticket.epoch, taken + 1 if epoch == ticket.epoch else 1)
 
-    def note_count(self, answer: Values | FitJoined) -> int:
+    def record_step_count(self, answer: Values | FitJoined) -> int:
         """Record which updates the head has included in the global step; return that step."""
         self._counted_serials = answer.counted_serials
         return answer.step
@@ -116,6 +116,6 @@ class StepTickets:
             steps=steps,
             order_epoch=order_epoch,
             is_epoch_opened=is_epoch_opened,
-            steps_taken=self._made[1] if self._made[0] == epoch else 0,
+            steps_taken=self._taken_steps[1] if self._taken_steps[0] == epoch else 0,
             counted_serials=self._counted_serials,
         )

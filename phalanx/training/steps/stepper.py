@@ -66,11 +66,11 @@ class ReplicaStepper(ABC):
         """Whether the replicas merged in the last step, so that collective decisions are possible now."""
         return True
 
-    def begin(self, *, watched: bool, entering: bool = False) -> None:  # noqa: B027 (it may have nothing to do)
+    def begin(self, *, has_batch_listeners: bool, entering: bool = False) -> None:  # noqa: B027 (it may have nothing to do)
         """Begin an epoch, after the engine has begun.
 
         Args:
-            watched: Whether callbacks of any rank see the logs of single batches.
+            has_batch_listeners: Whether callbacks of any rank see the logs of single batches.
             entering: Whether this process joins or resumes in the middle of the epoch.
         """
 
@@ -99,10 +99,10 @@ class ReplicaStepper(ABC):
         state_sync.synchronize(self._model, self._replica, metrics=True)
         self._merge.synchronize()
 
-    def pooled(self) -> State:
-        """While merged, return the replicas' state in addition to the model, pooled. All ranks must call."""
-        return self._merge.pooled()
+    def combined_state(self) -> State:
+        """While merged, return the replicas' state in addition to the model, combined. All ranks must call."""
+        return self._merge.combined_state()
 
-    def load_pooled(self, state: State) -> None:
-        """Continue from what `pooled` returned; the model already has the values of that time."""
-        self._merge.load_pooled(state)
+    def load_combined(self, state: State) -> None:
+        """Continue from what `combined_state` returned; the model already has the values of that time."""
+        self._merge.load_combined(state)

@@ -28,23 +28,23 @@ class SynchronousStepper(ReplicaStepper):
         optimizer = model.optimizer
         self._scale = loss_scale(optimizer)
         if merge.overflow is not None:
-            merge.overflow.use_weights_of(model)
+            merge.overflow.watch_weights(model)
         inner = inner_optimizer(optimizer)
         self._steps = accumulation_steps(model) if accumulates else 1
         self._iterations = getattr(inner, "_iterations", None)
         self._accumulators = accumulators(inner) if self._steps > 1 else []
-        self._watched = False
+        self._has_batch_listeners = False
 
-    def begin(self, *, watched: bool, entering: bool = False) -> None:
+    def begin(self, *, has_batch_listeners: bool, entering: bool = False) -> None:
         """See `ReplicaStepper.begin`."""
-        self._watched = watched
+        self._has_batch_listeners = has_batch_listeners
         self._merge.reset_counts()
 
     def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
         """See `Stepper.train`."""
         if self._scale is not None and self._merge.compresses:
             # The scale of this step: residuals of earlier gradients can be added to these only in the same unit.
-            self._merge.unit = float(self._engine.read([self._scale])[0])
+            self._merge.loss_scale = float(self._engine.read([self._scale])[0])
         self._merge.expect(batch.global_size, batch.fixed_size)
         with self._merge.in_mode(self._mode(last)):
             self._engine.train(batch.data, batch.share)
@@ -72,5 +72,5 @@ class SynchronousStepper(ReplicaStepper):
         if (steps + 1) % self._steps == 0:
             return MergeMode.UPDATE
         # Counters may wait, too, unless a callback sees them, or the epoch ends and must report them.
-        waits = last is False and not self._watched and self._engine.metric_rules.only_count
+        waits = last is False and not self._has_batch_listeners and self._engine.metric_rules.only_count
         return MergeMode.ACCUMULATE if waits else MergeMode.ACCUMULATE_GRADIENTS

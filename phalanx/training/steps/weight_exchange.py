@@ -44,13 +44,13 @@ class WeightExchange:
         # exchange is in progress.
         self._start: list[Array] = []
         self._samples = 0
-        self._underway: PendingExchange | None = None
+        self._in_flight: PendingExchange | None = None
         self.steps = 0
 
     @property
     def unmerged(self) -> bool:
         """Whether this replica has taken steps that the common weights do not contain."""
-        return self.steps > 0 or self._underway is not None
+        return self.steps > 0 or self._in_flight is not None
 
     def begin(self, values: Arrays, weights: int) -> None:
         """Begin an epoch with these values, the same on all replicas.
@@ -63,15 +63,16 @@ class WeightExchange:
         same = len(values) == len(self._anchor) and weights == self._weights
         kept = self._anchor if same else values
         self._anchor = [
-            _wide(b if np.array_equal(b.astype(v.dtype), v) else v) for b, v in zip(kept, values, strict=True)
+            _at_least_float32(b if np.array_equal(b.astype(v.dtype), v) else v)
+            for b, v in zip(kept, values, strict=True)
         ]
         if [v.shape for v in self._velocity] != [v.shape for v in self._anchor[:weights]]:
             self._velocity = []
         self._weights = weights
         self._start = self._anchor
-        self._samples, self._underway, self.steps = 0, None, 0
+        self._samples, self._in_flight, self.steps = 0, None, 0
 
-    def took_step(self, samples: int) -> None:
+    def record_step(self, samples: int) -> None:
         """Record a step of all replicas, and the number of samples in this replica's part."""
         self.steps += 1
         self._samples += samples
@@ -89,37 +90,37 @@ class WeightExchange:
         progress = [start - value for start, value in zip(self._start, values, strict=True)]
         anchor, velocity = self._anchor, self._velocity
         # First the exchange that was sent at the end of the last period, among the ranks of that time, then the new.
-        if (before := self._underway) is not None:
-            anchor, velocity = self._stepped(anchor, velocity, before.wait(replica))
-        underway = None
+        if (before := self._in_flight) is not None:
+            anchor, velocity = self._outer_step(anchor, velocity, before.wait(replica))
+        in_flight = None
         own = PendingExchange(self._merge, progress, self._samples)
         if overlap:
             own.send(replica)
-            underway = own
+            in_flight = own
             # After the first exchange there is no result yet: the replica continues from where it is.
-            local = [_wide(v) for v in values]
+            local = [_at_least_float32(v) for v in values]
             if before is not None:
                 local = [a - p for a, p in zip(anchor, progress, strict=True)]
         else:
-            anchor, velocity = self._stepped(anchor, velocity, own.wait(replica))
+            anchor, velocity = self._outer_step(anchor, velocity, own.wait(replica))
             local = anchor
-        self._anchor, self._velocity, self._start, self._underway = anchor, velocity, local, underway
+        self._anchor, self._velocity, self._start, self._in_flight = anchor, velocity, local, in_flight
         self._samples = self.steps = 0
         return [array.astype(value.dtype) for array, value in zip(local, values, strict=True)]
 
     # Right after an exchange without overlap, nothing is in progress and this replica has no unmerged steps: its state
     # is the same on all ranks, except what a compression keeps.
 
-    def pooled(self, communicator: Communicator) -> dict[str, Array]:
-        """Return the state of all ranks, pooled, right after an exchange without overlap. All must call."""
+    def combined_state(self, communicator: Communicator) -> dict[str, Array]:
+        """Return the state of all ranks, combined, right after an exchange without overlap. All must call."""
         found = self._shared()
         if self._reducer is not None:
             found |= {_COMPRESSION + name: array for name, array in self._reducer.pooled(communicator).items()}
         return found
 
-    def load_pooled(self, state: State, ranks: int) -> None:
-        """Continue from what `pooled` returned, on this number of ranks."""
-        self._take(state)
+    def load_combined(self, state: State, ranks: int) -> None:
+        """Continue from what `combined_state` returned, on this number of ranks."""
+        self._adopt(state)
         if self._reducer is not None:
             self._reducer.load_pooled(strip_prefix(_COMPRESSION, state), ranks)
 
@@ -127,7 +128,7 @@ class WeightExchange:
         """Send the common state to ranks that join (`adopt`), right after an exchange without overlap; collective."""
         shared = broadcast_named(communicator, self._shared())
         if adopt:
-            self._take(shared)
+            self._adopt(shared)
         if self._reducer is not None:
             self._reducer.synchronize(communicator)
 
@@ -137,12 +138,12 @@ class WeightExchange:
         found = {f"{prefix}{index}": array for prefix, arrays in parts.items() for index, array in enumerate(arrays)}
         return {**found, _WEIGHTS: np.array(self._weights, np.int64)}
 
-    def _take(self, shared: State) -> None:
+    def _adopt(self, shared: State) -> None:
         self._anchor, self._velocity = _listed(_ANCHOR, shared), _listed(_VELOCITY, shared)
         self._start, self._weights = self._anchor, int(shared[_WEIGHTS])
-        self._samples, self._underway, self.steps = 0, None, 0
+        self._samples, self._in_flight, self.steps = 0, None, 0
 
-    def _stepped(
+    def _outer_step(
         self, anchor: list[Array], velocity: list[Array], merged: Arrays | None
     ) -> tuple[list[Array], list[Array]]:
         if merged is None:
@@ -205,7 +206,7 @@ class PendingExchange:
         return merged
 
 
-def _wide(array: Array) -> Array:
+def _at_least_float32(array: Array) -> Array:
     """Convert the array to at least 32 bits."""
     return array.astype(np.float32) if array.dtype.itemsize < np.dtype(np.float32).itemsize else array
 
