@@ -43,9 +43,9 @@ class BestCheckpoint:
         self._rule.set_model(model)
         self.value: float | None = None
         self.path: StoragePath | None = None
-        self._recall()
+        self._restore()
 
-    def consider(self, found: FoundCheckpoint, logs: Mapping[str, Any]) -> bool:
+    def update(self, found: FoundCheckpoint, logs: Mapping[str, Any]) -> bool:
         """Keep a checkpoint if it is better than all before, and return whether it is.
 
         Args:
@@ -77,42 +77,44 @@ class BestCheckpoint:
                 ) from error
         if math.isnan(value) or not bool(self._rule._is_improvement(value, self.value)):
             return False
-        place, other = self._places(found.name)
+        path, other = self._paths(found.name)
         with self._claim.writing():
             # The checkpoint first: a process killed in between leaves a checkpoint that is better than the recorded
             # metrics. In the reverse order, a worse one would count as the best.
-            copy_file(found.copy, place)
-            self._note({"monitor": self._monitor, "checkpoint": found.name, "step": found.step, "metrics": dict(logs)})
+            copy_file(found.copy, path)
+            self._write_metadata(
+                {"monitor": self._monitor, "checkpoint": found.name, "step": found.step, "metrics": dict(logs)}
+            )
             other.unlink(missing_ok=True)
-        self.value, self.path = value, place
+        self.value, self.path = value, path
         logger.info("Step %d is the best so far: %s is %g.", found.step, self._monitor, value)
         return True
 
     def close(self) -> None:
-        """Release the directory to other processes; the next `consider` claims it again. Safe to call twice."""
+        """Release the directory to other processes; the next `update` claims it again. Safe to call twice."""
         self._claim.release()
 
-    def _places(self, checkpoint: str) -> tuple[StoragePath, StoragePath]:
+    def _paths(self, checkpoint: str) -> tuple[StoragePath, StoragePath]:
         """Return the path for a checkpoint of this name, and the path for one of the other format."""
         suffixes = (WEIGHTS_SUFFIX, KERAS_SUFFIX)
         ours, other = suffixes[::-1] if checkpoint.endswith(KERAS_SUFFIX) else suffixes
         return self._directory / f"{NAME}{ours}", self._directory / f"{NAME}{other}"
 
-    def _note(self, content: Mapping[str, Any]) -> None:
+    def _write_metadata(self, content: Mapping[str, Any]) -> None:
         write_file(self._directory / f"{NAME}.json", json.dumps(content, indent=1).encode())
 
-    def _recall(self) -> None:
+    def _restore(self) -> None:
         """Restore the best result of an earlier evaluator."""
-        place = self._directory / f"{NAME}.json"
+        path = self._directory / f"{NAME}.json"
         try:
-            content = json.loads(place.read_bytes())
+            content = json.loads(path.read_bytes())
             known = content.get("monitor") == self._monitor and self._monitor in content["metrics"]
             value = float(content["metrics"][self._monitor]) if known else None
-            kept, _ = self._places(content["checkpoint"])
+            kept, _ = self._paths(content["checkpoint"])
         except FileNotFoundError:
             return
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            logger.warning("%s is damaged, so the best result so far is unknown (%s).", place, error)
+            logger.warning("%s is damaged, so the best result so far is unknown (%s).", path, error)
             return
         if value is not None and kept.exists():
             self.value, self.path = value, kept

@@ -51,19 +51,19 @@ class FoundCheckpoint:
         copy: Path of the copy.
         weights: File for `model.load_weights`; `copy` itself, or a file extracted from it.
         step: Global step of the checkpoint, if known: the optimizer's iterations, else a number in its name.
-        content: Identifier of the weights and the optimizer's state; empty for a file of Keras.
+        content_id: Identifier of the weights and the optimizer's state; empty for a file of Keras.
     """
 
     name: str
     copy: Path
     weights: Path
     step: int
-    content: str = ""
+    content_id: str = ""
 
 
 class _State(enum.Enum):
     PENDING = "pending"
-    OVER = "over"
+    DONE = "done"
 
 
 @dataclass
@@ -90,7 +90,7 @@ class CheckpointWatcher:
         self._ignored = ignored
         self._clock = clock
         self._files: dict[str, _File] = {}  # existing files, by name
-        self._contents: dict[str, str] = {}  # of the checkpoints taken
+        self._content_ids: dict[str, str] = {}  # of the checkpoints taken
         self._began = self._is_there = False  # whether a first one was taken; whether the directory exists
 
     @property
@@ -114,7 +114,7 @@ class CheckpointWatcher:
             return None
 
     def _next(self) -> FoundCheckpoint | None:
-        names = self._look()
+        names = self._scan()
         if self._began:
             return next((found for name in names if (found := self._take(name)) is not None), None)
         # The first one is the newest complete checkpoint. A newer, incomplete one stays pending.
@@ -123,11 +123,11 @@ class CheckpointWatcher:
             if found is not None:
                 self._began = True
                 for older in names[:index]:
-                    self._files[older].state = _State.OVER
+                    self._files[older].state = _State.DONE
                 return found
         return None
 
-    def put_back(self, found: FoundCheckpoint) -> bool:
+    def retry_later(self, found: FoundCheckpoint) -> bool:
         """Make an unusable checkpoint pending again; return False if it can no longer change."""
         file = self._files.get(found.name)
         if file is None or checkpoint_directory.is_sealed(found.copy) or self._clock() - file.since >= GIVE_UP_S:
@@ -135,7 +135,7 @@ class CheckpointWatcher:
         file.state = _State.PENDING
         return True
 
-    def _look(self) -> list[str]:
+    def _scan(self) -> list[str]:
         """Return the names of the pending files, in the order of their last write."""
         try:
             files = [file for file in list_files(self._directory) if self._is_checkpoint(file.name)]
@@ -150,7 +150,7 @@ class CheckpointWatcher:
                 self._files[file.name] = _File(file.identity, self._clock())
             times[file.name] = (file.modified_ns, file.name)
         for name in self._files.keys() - times.keys():
-            self._contents.pop(name, None)
+            self._content_ids.pop(name, None)
             if self._files.pop(name).state is _State.PENDING:
                 logger.info("%s was deleted before its turn.", self._directory / name)
         return sorted((n for n in times if self._files[n].state is _State.PENDING), key=lambda name: times[name])
@@ -162,12 +162,12 @@ class CheckpointWatcher:
 
     def _take(self, name: str) -> FoundCheckpoint | None:
         """Return the file as a checkpoint; None if it is not ready, or never will be."""
-        file, path, ours = self._files[name], self._directory / name, False
+        file, path, is_phalanx_file = self._files[name], self._directory / name, False
         try:
             # Read in place without HDF5, which would lock it: the seal follows Keras's part.
-            ours = checkpoint_directory.is_sealed(path)  # if so, it is never again written in place
+            is_phalanx_file = checkpoint_directory.is_sealed(path)  # if so, it is never again written in place
             alone_s = self._clock() - file.since
-            if not ours and alone_s < DELIVERY_TIMEOUT_S:
+            if not is_phalanx_file and alone_s < DELIVERY_TIMEOUT_S:
                 return None
             for old in self._scratch.iterdir():
                 old.unlink()
@@ -178,14 +178,14 @@ class CheckpointWatcher:
         except FileNotFoundError:
             return None
         except DamagedCheckpointError as error:
-            if ours or self._clock() - file.since >= GIVE_UP_S:
+            if is_phalanx_file or self._clock() - file.since >= GIVE_UP_S:
                 logger.warning("%s is left out: %s", path, error)
-                file.state = _State.OVER
+                file.state = _State.DONE
             return None
-        file.state = _State.OVER
-        if found.content and self._contents.get(name) == found.content:
+        file.state = _State.DONE
+        if found.content_id and self._content_ids.get(name) == found.content_id:
             return None  # saved again: the same weights, in a later epoch
-        self._contents[name] = found.content
+        self._content_ids[name] = found.content_id
         return found
 
 
@@ -195,8 +195,8 @@ def _open(name: str, copy: Path, scratch: Path) -> FoundCheckpoint:
     Raises: DamagedCheckpointError if it is incomplete.
     """
     if checkpoint_directory.is_sealed(copy):
-        ours = checkpoint_directory.read(copy)
-        return FoundCheckpoint(name, copy, copy, ours.step, str(ours.state[checkpoint_directory.DIGEST_KEY]))
+        saved = checkpoint_directory.read(copy)
+        return FoundCheckpoint(name, copy, copy, saved.step, str(saved.state[checkpoint_directory.DIGEST_KEY]))
     weights = copy
     if name.endswith(KERAS_SUFFIX):
         weights = scratch / f"{name}{WEIGHTS_SUFFIX}"

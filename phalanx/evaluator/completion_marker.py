@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 NAME = "finished"
 
 
-def announce_beginning(directory: StoragePath, claim: WriteClaim) -> None:
+def remove_marker(directory: StoragePath, claim: WriteClaim) -> None:
     """Remove the marker of a former job when the chief starts.
 
     Args:
@@ -26,7 +26,7 @@ def announce_beginning(directory: StoragePath, claim: WriteClaim) -> None:
             marker.unlink(missing_ok=True)
 
 
-def announce_end(directory: StoragePath, claim: WriteClaim) -> None:
+def write_marker(directory: StoragePath, claim: WriteClaim) -> None:
     """Write the marker after the chief's last save. Raises: SupersededError."""
     try:
         if directory.is_dir():
@@ -36,7 +36,7 @@ def announce_end(directory: StoragePath, claim: WriteClaim) -> None:
         logger.warning("%s cannot be written (%s); an evaluator may wait for another checkpoint.", NAME, error)
 
 
-def is_announced(directory: StoragePath) -> bool | None:
+def has_marker(directory: StoragePath) -> bool | None:
     """Return whether the job that last saved in a directory has ended without an error; None if currently unknown."""
     try:
         return (directory / NAME).exists()

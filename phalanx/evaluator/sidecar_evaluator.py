@@ -20,7 +20,7 @@ from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.evaluator import best_checkpoint, completion_marker
 from phalanx.evaluator.best_checkpoint import BestCheckpoint
 from phalanx.evaluator.checkpoint_watcher import CheckpointWatcher, FoundCheckpoint
-from phalanx.evaluator.end_of_job import JobEndDetector, JobProbe
+from phalanx.evaluator.job_end_detector import JobEndDetector, JobProbe
 from phalanx.keras_compat.model_state import inner_optimizer
 from phalanx.monitoring.event_writer import EventWriter
 from phalanx.runtime import progress
@@ -160,7 +160,7 @@ class SidecarEvaluator:
                         break
                     progress.report("waits for a checkpoint")
                     over = over or end.is_over(
-                        probe.probe(), time.monotonic(), announced=completion_marker.is_announced(self._directory)
+                        probe.probe(), time.monotonic(), has_marker=completion_marker.has_marker(self._directory)
                     )
                     time.sleep(self._poll_s)
             finally:
@@ -174,8 +174,8 @@ class SidecarEvaluator:
 
     def _explain(self, end: JobEndDetector, probe: JobProbe, config: JobConfig) -> None:
         """Explain why there was nothing to evaluate: raise an error if the job never appeared, else warn."""
-        hint = f" ({probe.trouble})" if probe.trouble else ""
-        if end.saw_nothing and not completion_marker.is_announced(self._directory):
+        hint = f" ({probe.last_error})" if probe.last_error else ""
+        if end.has_seen_nothing and not completion_marker.has_marker(self._directory):
             raise RendezvousError(
                 f"Neither the chief of the job nor a checkpoint in {self._directory} came within "
                 f"{config.rendezvous_timeout_s:g} s ({RENDEZVOUS_TIMEOUT}){hint}. Is the training started, with the "
@@ -196,7 +196,7 @@ class SidecarEvaluator:
             model.load_weights(found.weights, objects_to_skip=[optimizer] if optimizer is not None else None)
         except (ValueError, KeyError, OSError) as error:
             # Keras may have closed the file before the whole model was written, and reopens it later.
-            if watch.put_back(found):
+            if watch.retry_later(found):
                 time.sleep(self._poll_s)
                 return
             raise ConfigurationError(
@@ -224,4 +224,4 @@ class SidecarEvaluator:
                 {f"evaluation_{name}_vs_iterations": value for name, value in numbers.items()}, found.step
             )
         if self._best is not None:
-            self._best.consider(found, numbers)
+            self._best.update(found, numbers)

@@ -57,7 +57,7 @@ class Compression:
     fp16 = FP16Compressor
 
 
-def compressed(compression: Any, tensors: Sequence[Any], reduce: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
+def run_compressed(compression: Any, tensors: Sequence[Any], reduce: Callable[[list[Any]], Sequence[Any]]) -> list[Any]:
     """Compress tensors, call `reduce` with them, and decompress the results.
 
     Args:

@@ -70,7 +70,7 @@ class Controller:
         environment: Horovod's variables.
         timeout_s: Seconds after which an operation that other ranks do not request ends the job.
         names: Names of the ranks for messages.
-        tune: If given, the threshold and cycle time of `environment` are the start of a search for better ones, and
+        on_tuned: If given, the threshold and cycle time of `environment` are the start of a search for better ones, and
             this is called with the search when it ends; given on all ranks or on none.
 
     Attributes:
@@ -85,14 +85,14 @@ class Controller:
         timeout_s: float,
         names: Sequence[str],
         *,
-        tune: Callable[[TrialSearch[FusionSettings]], None] | None = None,
+        on_tuned: Callable[[TrialSearch[FusionSettings]], None] | None = None,
     ):
         self.communicator = communicator
         self.automatic_names: dict[str, itertools.count[int]] = {}
         self._negotiator = Negotiator(communicator, environment, timeout_s, names)
         # Used and replaced by the thread that runs rounds. Equal on all ranks in each: `fuse` must cut equal batches.
         self._fusion = FusionSettings(environment.fusion_bytes, environment.cycle_s)
-        self._tuner = None if tune is None else FusionAutotuner(self._fusion, self._max_over_ranks, tune)
+        self._tuner = None if on_tuned is None else FusionAutotuner(self._fusion, self._max_over_ranks, on_tuned)
         self._round_lock = threading.Lock()
 
         self._changed = threading.Condition()  # protects what follows

@@ -18,7 +18,7 @@ import numpy as np
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import operations
 from phalanx.horovod.common.process_sets import global_process_set
-from phalanx.horovod.compressors import Compression, compressed
+from phalanx.horovod.compressors import Compression, run_compressed
 from phalanx.horovod.operation_request import Array, OperationKind
 from phalanx.horovod.operations import Arguments, Average, PendingResult, check_op
 
@@ -59,7 +59,7 @@ class ArrayFramework:
 
         arrays = list(map(self._to_array, tensors))
         # An alltoall has one more result than inputs, so results cannot be decompressed in pairs.
-        results = reduce(arrays) if kind is OperationKind.ALLTOALL else compressed(compression, arrays, reduce)
+        results = reduce(arrays) if kind is OperationKind.ALLTOALL else run_compressed(compression, arrays, reduce)
         return list(map(self._from_array, results))
 
     def start(

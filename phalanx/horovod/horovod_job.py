@@ -243,8 +243,8 @@ class HorovodJob:
             timeline_track=track,
         )
         names = [member.task for member in membership.members]
-        tune = self._log_fusion if config.autotune and whole else None
-        return Controller(communicator, self._environment, self._timeout_s, names, tune=tune)
+        on_tuned = self._log_fusion if config.autotune and whole else None
+        return Controller(communicator, self._environment, self._timeout_s, names, on_tuned=on_tuned)
 
     def _log_fusion(self, search: TrialSearch[FusionSettings]) -> None:
         if self.membership.rank == 0:

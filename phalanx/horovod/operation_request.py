@@ -133,7 +133,7 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 
 @functools.cache
-def name_of(dtype: np.dtype[Any]) -> str:
+def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return `dtype.name`, cached because NumPy computes it at every access."""
     return dtype.name
 

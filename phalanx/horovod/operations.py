@@ -30,7 +30,7 @@ from phalanx.horovod import adasum
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
 from phalanx.horovod.controller import Controller, OperationHandle
 from phalanx.horovod.execution import OperationBuffers
-from phalanx.horovod.operation_request import VARYING, Array, HorovodOp, OperationKind, Request, name_of
+from phalanx.horovod.operation_request import VARYING, Array, HorovodOp, OperationKind, Request, dtype_name
 
 Average = HorovodOp.AVERAGE
 """The mean over the ranks; means of integers are truncated."""
@@ -164,7 +164,7 @@ def start(
     request = Request(
         _request_name(controller, kind, arguments.name),
         kind._value_,  # `value` is a Python property, and this path is a large part of a small operation
-        tuple([name_of(array.dtype) for array in arrays]),
+        tuple([dtype_name(array.dtype) for array in arrays]),
         tuple([(VARYING, *array.shape[1:]) if spec.allows_uneven_rows else array.shape for array in arrays]),
         arguments.op._value_ if spec.is_reduction else "",
         root,

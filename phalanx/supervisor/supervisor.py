@@ -20,7 +20,7 @@ from phalanx.cluster.resolvers.auto_resolver import resolve
 from phalanx.config.environment_variables import RENDEZVOUS_TIMEOUT
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError, PeerLostError, RendezvousError
-from phalanx.evaluator.completion_marker import announce_beginning, announce_end
+from phalanx.evaluator.completion_marker import remove_marker, write_marker
 from phalanx.keras_compat.patching import overridden_methods
 from phalanx.monitoring import event_writer
 from phalanx.monitoring.event_writer import EventWriter
@@ -188,7 +188,7 @@ class Supervisor:
             if self._loops.error is not None:
                 raise self._loops.error
             if self._writes and session.checkpoints is not None:
-                announce_end(session.checkpoints.directory, session.checkpoints.claim)
+                write_marker(session.checkpoints.directory, session.checkpoints.claim)
         finally:
             self._session = None
             session.close()
@@ -256,7 +256,7 @@ class Supervisor:
             if restored is None and self._save_model_secs:
                 session.save()  # workers without a strategy wait for it
             # Even if nothing was saved, because the end of this session is announced too.
-            announce_beginning(checkpoints.directory, checkpoints.claim)
+            remove_marker(checkpoints.directory, checkpoints.claim)
         return restored
 
     def _wait_for_chief(

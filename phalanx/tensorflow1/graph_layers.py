@@ -53,7 +53,7 @@ def dense(
                 constraint=bias_constraint,
             )
             outputs = tf.nn.bias_add(outputs, bias)
-        return _activated(outputs, activation, activity_regularizer)
+        return _apply_activation(outputs, activation, activity_regularizer)
 
 
 def conv2d(
@@ -95,7 +95,7 @@ def conv2d(
                 constraint=bias_constraint,
             )
             outputs = tf.nn.bias_add(outputs, bias, data_format=layout)
-        return _activated(outputs, activation, activity_regularizer)
+        return _apply_activation(outputs, activation, activity_regularizer)
 
 
 def max_pooling2d(
@@ -147,7 +147,7 @@ def dropout(
     def drop() -> Any:
         return tf.nn.dropout(inputs, rate, noise_shape, seed, name)
 
-    return _where(training, drop, lambda: tf.identity(inputs))
+    return _select_by_training(training, drop, lambda: tf.identity(inputs))
 
 
 def batch_normalization(
@@ -189,7 +189,7 @@ def batch_normalization(
     inputs = tf.convert_to_tensor(inputs)
     axis %= inputs.shape.rank
     with v1.variable_scope(name, "batch_normalization", [inputs], reuse=reuse):
-        make = functools.partial(_of_channels, inputs, axis)
+        make = functools.partial(_channel_variable, inputs, axis)
         gamma = make("gamma", gamma_initializer, trainable, gamma_regularizer, gamma_constraint) if scale else None
         beta = make("beta", beta_initializer, trainable, beta_regularizer, beta_constraint) if center else None
         mean = make("moving_mean", moving_mean_initializer, False)
@@ -201,7 +201,7 @@ def batch_normalization(
         return tf.nn.batch_normalization(inputs, *parts, epsilon)
 
 
-def _of_channels(
+def _channel_variable(
     inputs: Any, axis: int, name: str, initializer: Any, trainable: bool, regularizer: Any = None, limit: Any = None
 ) -> Any:
     """Create a variable with one value per channel."""
@@ -223,7 +223,9 @@ def _moments(
         is_sample: Whether the moving variance is the unbiased estimate for the population of the batch.
     """
     mean, variance = tf.nn.moments(inputs, [each for each in range(inputs.shape.rank) if each != axis])
-    used: Sequence[Any] = _where(training, lambda: [mean, variance], lambda: [tf.identity(each) for each in moving])
+    used: Sequence[Any] = _select_by_training(
+        training, lambda: [mean, variance], lambda: [tf.identity(each) for each in moving]
+    )
     if is_sample:
         count = tf.cast(tf.size(inputs) // inputs.shape[axis], inputs.dtype)
         variance *= count / tf.maximum(count - 1, 1)
@@ -234,7 +236,7 @@ def _moments(
     return used
 
 
-def _activated(outputs: Any, activation: Activation, regularizer: Any) -> Any:
+def _apply_activation(outputs: Any, activation: Activation, regularizer: Any) -> Any:
     result = outputs if activation is None else activation(outputs)
     if regularizer is not None:
         penalty = regularizer(result)
@@ -243,7 +245,7 @@ def _activated(outputs: Any, activation: Activation, regularizer: Any) -> Any:
     return result
 
 
-def _where(training: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+def _select_by_training(training: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
     """Return one of two results; decided when the graph runs if `training` is a tensor."""
     if tf.is_tensor(training):
         return v1.cond(tf.cast(training, tf.bool), then, otherwise)

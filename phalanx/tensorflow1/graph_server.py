@@ -20,7 +20,7 @@ from phalanx.cluster.resolvers.auto_resolver import resolve
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import ConfigurationError
 from phalanx.runtime import process_exit
-from phalanx.tensorflow1.task_probe import Answer, JobEnd, probe
+from phalanx.tensorflow1.task_probe import ProbeResult, TrainingEndDetector, probe
 from phalanx.transport.address import Address
 from phalanx.transport.ports import describe_failure, listen_at
 
@@ -69,7 +69,7 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
     ):
         process_exit.install()
         if server_or_cluster_def is None:
-            server_or_cluster_def, job_name, task_index = _resolved(job_name, task_index)
+            server_or_cluster_def, job_name, task_index = _resolve_task(job_name, task_index)
         elif not isinstance(server_or_cluster_def, v1.train.ServerDef | v1.train.ClusterDef):
             server_or_cluster_def = tf.train.ClusterSpec(server_or_cluster_def)
         _free_inherited_port(JobConfig.from_environment().listen_fd)
@@ -79,7 +79,7 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
             self._check_port()
             raise
         _servers[self.target] = self  # the target has the port, which TensorFlow may have chosen
-        if start and self.task in _training({self.task: None}):
+        if start and self.task in _training_tasks({self.task: None}):
             process_exit.at_exit(functools.partial(_report_end, self.target, self.task, self.other_tasks))
         own = Address.parse(self.target.removeprefix("grpc://"), where="the server's target")
         logger.log(
@@ -123,17 +123,17 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
 
         Raises: RendezvousError if no training task has appeared within PHALANX_RENDEZVOUS_TIMEOUT seconds.
         """
-        training = _training(self.other_tasks)
+        training = _training_tasks(self.other_tasks)
         if not training:
             raise ConfigurationError(
                 f"join() of {self.task} waits for the tasks that train, and the cluster has none. Add the workers, or "
                 f"use the server without join()."
             )
         config = JobConfig.from_environment()
-        end = JobEnd(training, config.rendezvous_timeout_s, config.timeout_s, time.monotonic())
+        end = TrainingEndDetector(training, config.rendezvous_timeout_s, config.timeout_s, time.monotonic())
         finished: set[str] = set()
         # A task that has reported its end is no longer probed. A task that is only gone may restart.
-        with FinishedTasks(self) as reports:
+        with FinishedTaskQueue(self) as reports:
             while True:
                 finished |= reports.read()
                 answers = {task: probe(address) for task, address in training.items() if task not in finished}
@@ -149,16 +149,16 @@ class Server(tf.compat.v1.train.Server):  # type: ignore[misc]
         return Server({"localhost": ["localhost:0"]}, protocol="grpc", config=config, start=start)
 
 
-class FinishedTasks:
+class FinishedTaskQueue:
     """On a parameter server: the tasks that have finished, from a queue on this server. A context manager."""
 
     def __init__(self, server: Server):
         with tf.Graph().as_default() as graph:
-            queue = _queue_on(server.task)
+            queue = _finished_queue(server.task)
             self._size, self._next = queue.size(), queue.dequeue()
-        self._session = v1.Session(server.target, graph=graph, config=_reaching(server.task))
+        self._session = v1.Session(server.target, graph=graph, config=_session_config_for(server.task))
 
-    def __enter__(self) -> FinishedTasks:
+    def __enter__(self) -> FinishedTaskQueue:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -175,21 +175,23 @@ def _report_end(target: str, task: str, others: Mapping[str, Address]) -> None:
     if process_exit.failure():
         return
     # Probe first: a server that is gone would block the session.
-    servers = [other for other, address in others.items() if other.startswith(PS) and probe(address) is Answer.SERVES]
+    servers = [
+        other for other, address in others.items() if other.startswith(PS) and probe(address) is ProbeResult.SERVES
+    ]
     for server in servers:
         with tf.Graph().as_default() as graph, contextlib.suppress(tf.errors.OpError):  # it may be gone already
-            report = _queue_on(server).enqueue(task)
-            with v1.Session(target, graph=graph, config=_reaching(task, server)) as session:
+            report = _finished_queue(server).enqueue(task)
+            with v1.Session(target, graph=graph, config=_session_config_for(task, server)) as session:
                 session.run(report, options=v1.RunOptions(timeout_in_ms=REPORT_MS))
 
 
-def _queue_on(task: str) -> Any:
+def _finished_queue(task: str) -> Any:
     """Create, in the current graph, the queue in which a server receives the names of finished tasks."""
     with tf.device(device_of(task) + "/device:CPU:0"):
         return tf.queue.FIFOQueue(MAX_TASKS, tf.string, [[]], shared_name="phalanx_finished_tasks")
 
 
-def _reaching(*tasks: str) -> Any:
+def _session_config_for(*tasks: str) -> Any:
     """Return the configuration of a session that needs only these tasks."""
     return v1.ConfigProto(device_filters=list(map(device_of, tasks)), operation_timeout_in_ms=REPORT_MS)
 
@@ -200,7 +202,7 @@ def device_of(task: str) -> str:
     return f"/job:{job}/task:{index}"
 
 
-def _training(tasks: Mapping[str, Any]) -> dict[str, Any]:
+def _training_tasks(tasks: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tasks that train."""
     return {task: value for task, value in tasks.items() if not task.startswith((PS, "evaluator/"))}
 
@@ -210,7 +212,7 @@ def server_of(target: Any) -> Server | None:
     return _servers.get(target)
 
 
-def _resolved(job_name: str | None, task_index: int | None) -> tuple[Any, str, int]:
+def _resolve_task(job_name: str | None, task_index: int | None) -> tuple[Any, str, int]:
     """Return the cluster and the task with which this process was started."""
     resolver = resolve()
     spec, task = resolver.cluster_spec(), resolver.task()

@@ -13,7 +13,7 @@ from phalanx.config.environment_variables import RENDEZVOUS_TIMEOUT
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import RendezvousError
 from phalanx.tensorflow1.graph_server import server_of
-from phalanx.tensorflow1.session_setup import await_tasks, naming_lost_tasks, with_filters
+from phalanx.tensorflow1.session_setup import add_device_filters, await_tasks, translate_lost_task_errors
 
 v1 = tf.compat.v1
 
@@ -31,7 +31,7 @@ class _BoundedSession:
     def __init__(self, target: str = "", graph: Any = None, config: Any = None):
         self._phalanx_target = target
         self._session = None  # TensorFlow's __del__ reads it, even if the next lines fail
-        config = with_filters(target, config, graph or v1.get_default_graph())
+        config = add_device_filters(target, config, graph or v1.get_default_graph())
         await_tasks(target, config)
         super().__init__(target, graph, config)  # type: ignore[call-arg]
 
@@ -40,7 +40,7 @@ class _BoundedSession:
 
         Raises: PeerLostError naming a parameter server that is lost.
         """
-        with naming_lost_tasks(self._phalanx_target):
+        with translate_lost_task_errors(self._phalanx_target):
             return super().run(*args, **kwargs)  # type: ignore[misc]
 
 
@@ -84,9 +84,9 @@ class Supervisor(tf.compat.v1.train.Supervisor):  # type: ignore[misc]
 
         Raises: RendezvousError naming the tasks that did not start in time.
         """
-        config = with_filters(master, config, self._trained_graph)
+        config = add_device_filters(master, config, self._trained_graph)
         await_tasks(master, config)
-        with naming_absent_chief(max_wait_secs) as bound_s:
+        with translate_chief_timeout(max_wait_secs) as bound_s:
             return super().prepare_or_wait_for_session(
                 master, config, wait_for_checkpoint, bound_s, start_standard_services
             )
@@ -97,7 +97,7 @@ class Supervisor(tf.compat.v1.train.Supervisor):  # type: ignore[misc]
 
         Raises: PeerLostError naming a parameter server that is lost.
         """
-        with naming_lost_tasks(master), super().managed_session(master, *args, **kwargs) as session:
+        with translate_lost_task_errors(master), super().managed_session(master, *args, **kwargs) as session:
             yield session
 
     def summary_computed(self, sess: Any, summary: Any, global_step: Any = None) -> None:
@@ -107,7 +107,7 @@ class Supervisor(tf.compat.v1.train.Supervisor):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def naming_absent_chief(max_wait_s: float | None) -> Iterator[float]:
+def translate_chief_timeout(max_wait_s: float | None) -> Iterator[float]:
     """Yield how long to wait for the chief. Within the context, its absence raises RendezvousError."""
     bound_s = JobConfig.from_environment().rendezvous_timeout_s if max_wait_s is None else max_wait_s
     try:
@@ -127,7 +127,7 @@ class ChiefSessionCreator(tf.compat.v1.train.ChiefSessionCreator):  # type: igno
 
         Raises: RendezvousError or PeerLostError naming the missing tasks.
         """
-        self._config: Any = with_filters(self._master, self._config, v1.get_default_graph())
+        self._config: Any = add_device_filters(self._master, self._config, v1.get_default_graph())
         await_tasks(self._master, self._config)
         return super().create_session()
 
@@ -154,7 +154,7 @@ class WorkerSessionCreator(tf.compat.v1.train.SessionCreator):  # type: ignore[m
         Raises: RendezvousError or PeerLostError naming the missing tasks.
         """
         scaffold = self._scaffold
-        config = with_filters(self._master, self._config, v1.get_default_graph())
+        config = add_device_filters(self._master, self._config, v1.get_default_graph())
         scaffold.finalize()
         await_tasks(self._master, config)
         manager = v1.train.SessionManager(
@@ -164,7 +164,7 @@ class WorkerSessionCreator(tf.compat.v1.train.SessionCreator):  # type: ignore[m
             graph=v1.get_default_graph(),
             recovery_wait_secs=POLL_CHIEF_S,
         )
-        with naming_absent_chief(self._max_wait_secs) as bound_s:
+        with translate_chief_timeout(self._max_wait_secs) as bound_s:
             return manager.wait_for_session(self._master, config, bound_s)
 
 
@@ -185,7 +185,7 @@ def MonitoredTrainingSession(*args: Any, **kwargs: Any) -> Any:
     master = given.get("master", "")
     if server_of(master) is None:
         return v1.train.MonitoredTrainingSession(**given)
-    config = given["config"] = with_filters(master, given.get("config"), v1.get_default_graph())
+    config = given["config"] = add_device_filters(master, given.get("config"), v1.get_default_graph())
     given.setdefault("stop_grace_period_secs", STOP_GRACE_S)
     scaffold = given["scaffold"] = given.get("scaffold") or v1.train.Scaffold()
     if given.get("is_chief", True):

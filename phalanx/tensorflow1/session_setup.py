@@ -17,7 +17,7 @@ from phalanx.config.environment_variables import (
 from phalanx.config.job_config import JobConfig
 from phalanx.errors import PeerLostError, RendezvousError
 from phalanx.tensorflow1.graph_server import PS, Server, device_of, server_of
-from phalanx.tensorflow1.task_probe import Answer, probe, wait_for_tasks
+from phalanx.tensorflow1.task_probe import ProbeResult, probe, wait_for_tasks
 from phalanx.transport.address import Address
 
 v1 = tf.compat.v1
@@ -36,7 +36,7 @@ def await_tasks(master: Any, config: Any) -> None:
 
     Args:
         master: Target of the session. If it is not a server of this process, this does not wait.
-        config: Configuration of the session, from `with_filters`.
+        config: Configuration of the session, from `add_device_filters`.
 
     Raises: RendezvousError or PeerLostError that names the tasks that do not answer in time.
     """
@@ -47,14 +47,14 @@ def await_tasks(master: Any, config: Any) -> None:
     job = JobConfig.from_environment()
     if server.target in _started:
         bound_s = DEFAULT_RETURN_TIMEOUT_S if job.return_timeout_s is None else job.return_timeout_s
-        wait_for_tasks(needed, bound_s, lambda missing: _lost(missing, bound_s))
+        wait_for_tasks(needed, bound_s, lambda missing: _lost_error(missing, bound_s))
     else:
         bound_s = job.rendezvous_timeout_s
-        wait_for_tasks(needed, bound_s, lambda missing: _late(missing, bound_s))
+        wait_for_tasks(needed, bound_s, lambda missing: _late_error(missing, bound_s))
         _started.add(server.target)  # only now: until all have answered once, a missing task is late
 
 
-def with_filters(master: Any, config: Any, graph: Any) -> Any:
+def add_device_filters(master: Any, config: Any, graph: Any) -> Any:
     """Return the configuration of a session that needs only the tasks on which operations of its graph are placed.
 
     If no operation is placed yet, the session needs all parameter servers. Without `device_filters`, TensorFlow waits
@@ -84,7 +84,7 @@ def with_filters(master: Any, config: Any, graph: Any) -> Any:
 
 
 @contextlib.contextmanager
-def naming_lost_tasks(master: Any) -> Iterator[None]:
+def translate_lost_task_errors(master: Any) -> Iterator[None]:
     """Within the context, convert TensorFlow's errors about a lost task to a PeerLostError that names it."""
     try:
         yield
@@ -94,7 +94,7 @@ def naming_lost_tasks(master: Any) -> Iterator[None]:
         named = {f"{job}/{index}" for job, index in _TASK.findall(str(error))}
         for task, address in servers.items():
             # A task that the error names may have restarted meanwhile.
-            if task in named or probe(address) is not Answer.SERVES:
+            if task in named or probe(address) is not ProbeResult.SERVES:
                 raise PeerLostError(
                     f"{task} at {address} was lost, with the variables on it. With MonitoredTrainingSession, training "
                     f"continues from the last checkpoint when it is back.",
@@ -105,7 +105,7 @@ def naming_lost_tasks(master: Any) -> Iterator[None]:
         raise
 
 
-def _lost(missing: str, bound_s: float) -> PeerLostError:
+def _lost_error(missing: str, bound_s: float) -> PeerLostError:
     task, _, place = missing.partition(" at ")
     return PeerLostError(
         f"Lost for more than {bound_s:g} s ({RETURN_TIMEOUT}): {missing}.",
@@ -115,7 +115,7 @@ def _lost(missing: str, bound_s: float) -> PeerLostError:
     )
 
 
-def _late(missing: str, bound_s: float) -> RendezvousError:
+def _late_error(missing: str, bound_s: float) -> RendezvousError:
     return RendezvousError(
         f"The TensorFlow servers of the job did not start within {bound_s:g} s ({RENDEZVOUS_TIMEOUT}): {missing}. Are "
         f"these tasks started, with the same cluster?"

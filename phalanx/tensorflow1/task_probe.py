@@ -25,7 +25,7 @@ ANSWER_S = 5.0
 POLL_S = 0.2
 
 
-class Answer(enum.Enum):
+class ProbeResult(enum.Enum):
     """The outcome of a connection to a task."""
 
     SERVES = "serves"
@@ -36,7 +36,7 @@ class Answer(enum.Enum):
     """Nothing arrived in time: the process hangs or is starting, or the host cannot be reached."""
 
 
-def probe(address: Address, within_s: float = ANSWER_S) -> Answer:
+def probe(address: Address, within_s: float = ANSWER_S) -> ProbeResult:
     """Connect to a task and check whether a TensorFlow server answers."""
     try:
         with connect(address, str(address), deadline=time.monotonic() + within_s) as connection:
@@ -46,49 +46,50 @@ def probe(address: Address, within_s: float = ANSWER_S) -> Answer:
             while len(header) < FRAME_HEADER_BYTES:
                 received = connection.recv(FRAME_HEADER_BYTES - len(header))
                 if not received:  # the connection was closed: a server would have sent SETTINGS
-                    return Answer.REFUSED
+                    return ProbeResult.REFUSED
                 header += received
-            return Answer.SERVES if header[3] == SETTINGS else Answer.SILENT
+            return ProbeResult.SERVES if header[3] == SETTINGS else ProbeResult.SILENT
     except (UnreachableError, LinkTimeoutError):  # a name that is not known yet, or a network that is down
-        return Answer.SILENT
+        return ProbeResult.SILENT
     except (LinkClosedError, ConnectionError):
-        return Answer.REFUSED
+        return ProbeResult.REFUSED
     except OSError:  # it sent nothing in time
-        return Answer.SILENT
+        return ProbeResult.SILENT
 
 
 def wait_for_tasks(
     addresses: Mapping[str, Address],
     bound_s: float,
-    error_of: Callable[[str], Exception],
-    ask: Callable[[Address], Answer] = probe,
+    make_error: Callable[[str], Exception],
+    probe_task: Callable[[Address], ProbeResult] = probe,
 ) -> None:
     """Wait until the TensorFlow servers of these tasks have answered.
 
     Args:
         addresses: Addresses of the tasks by name.
         bound_s: Maximum number of seconds to wait.
-        error_of: Function that returns the error for a text that names the tasks that did not answer.
-        ask: Function that probes a task's server.
+        make_error: Function that returns the error for a text that names the tasks that did not answer.
+        probe_task: Function that probes a task's server.
 
-    Raises: the result of `error_of`.
+    Raises: the result of `make_error`.
     """
     until = time.monotonic() + bound_s
     missing = dict(addresses)
-    answers: dict[str, Answer] = {}
+    answers: dict[str, ProbeResult] = {}
     while True:
         for task, address in list(missing.items()):
-            answers[task] = ask(address)
-            if answers[task] is Answer.SERVES:
+            answers[task] = probe_task(address)
+            if answers[task] is ProbeResult.SERVES:
                 del missing[task]
         if not missing:
             return
         if time.monotonic() > until:
-            raise error_of(", ".join(f"{task} at {address} {answers[task].value}" for task, address in missing.items()))
+            silent = [f"{task} at {address} {answers[task].value}" for task, address in missing.items()]
+            raise make_error(", ".join(silent))
         time.sleep(POLL_S)
 
 
-class JobEnd:
+class TrainingEndDetector:
     """Detects when the tasks of a job have finished or are gone. Times are arguments, all from one monotonic clock.
 
     Args:
@@ -109,7 +110,7 @@ class JobEnd:
         self._served: dict[str, float] = {}  # when each task last served
         self._present = dict.fromkeys(self._tasks, now)  # when each task was last not known to be gone
 
-    def is_over(self, answers: Mapping[str, Answer], finished: Set[str], now: float) -> bool:
+    def is_over(self, answers: Mapping[str, ProbeResult], finished: Set[str], now: float) -> bool:
         """Return whether the job is over.
 
         Args:
@@ -120,11 +121,11 @@ class JobEnd:
         Raises: RendezvousError naming the tasks if none has appeared in time.
         """
         for task, answer in answers.items():
-            if answer is Answer.SERVES:
+            if answer is ProbeResult.SERVES:
                 self._served[task] = now
             # A task that never served has been silent since the start.
             hangs = now - self._served.get(task, self._began) > self._silent_s
-            if answer is Answer.SERVES or (answer is Answer.SILENT and not hangs):
+            if answer is ProbeResult.SERVES or (answer is ProbeResult.SILENT and not hangs):
                 self._present[task] = now
         if not (self._served or finished):
             if now - self._began > self._start_s:

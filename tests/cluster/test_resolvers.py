@@ -21,7 +21,13 @@ from phalanx.cluster import (
     TFConfigClusterResolver,
     resolve,
 )
-from phalanx.cluster.resolvers.host_list import cyclic, expand_counts, expand_host_list, parse_hosts, worker_cluster
+from phalanx.cluster.resolvers.host_list import (
+    expand_counts,
+    expand_host_list,
+    interleave_hosts,
+    parse_hosts,
+    worker_cluster,
+)
 from phalanx.cluster_resolver import GCEClusterResolver, UnionResolver
 from phalanx.devices.gpu_count import count_gpus
 from phalanx.errors import ConfigurationError, RendezvousError
@@ -91,7 +97,7 @@ def test_hosts_with_slots_are_read() -> None:
 
 def test_ports_count_up_on_each_host() -> None:
     assert worker_cluster([("a", 2), ("b", 1), ("a", 1)], 10) == {"worker": ["a:10", "a:11", "b:10", "a:12"]}
-    assert cyclic([("a", 2), ("b", 1)]) == [("a", 1), ("b", 1), ("a", 1)]
+    assert interleave_hosts([("a", 2), ("b", 1)]) == [("a", 1), ("b", 1), ("a", 1)]
 
 
 # ----------------------------------------------------------------------------------- Slurm

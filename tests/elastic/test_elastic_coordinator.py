@@ -192,7 +192,9 @@ def test_a_candidate_comes_in_where_all_stand_before_the_same_step():
     assert [address.needs_state for address in form.members] == [False, False, True]
 
 
-@pytest.mark.parametrize("second", [{"completed": 6}, {"boundary": False}], ids=["one is ahead", "not before a step"])
+@pytest.mark.parametrize(
+    "second", [{"completed": 6}, {"at_step_boundary": False}], ids=["one is ahead", "not before a step"]
+)
 def test_a_candidate_waits_where_they_do_not(second):
     job = Job().running()
     job.lose("b1")

@@ -88,7 +88,7 @@ def test_it_evaluates_each_in_order_keeps_the_best_and_ends_with_the_job(saved: 
         if left:
             put(left.pop(0), tmp_path)
         else:
-            completion_marker.announce_end(tmp_path, WriteClaim(tmp_path, "model.ckpt"))
+            completion_marker.write_marker(tmp_path, WriteClaim(tmp_path, "model.ckpt"))
 
     put(saved[0], tmp_path)
     note = Note(next_one)
@@ -225,7 +225,7 @@ def test_a_damaged_checkpoint_is_left_out(saved: list[Path], tmp_path: Path, cap
     content = bytearray((tmp_path / saved[1].name).read_bytes())
     content[200] ^= 1
     (tmp_path / saved[1].name).write_bytes(content)
-    completion_marker.announce_end(tmp_path, WriteClaim(tmp_path, "model.ckpt"))
+    completion_marker.write_marker(tmp_path, WriteClaim(tmp_path, "model.ckpt"))
     note = Note()
     evaluator(tmp_path, callbacks=[note]).start()
     assert note.steps == [10]
@@ -316,7 +316,7 @@ def test_it_waits_for_a_file_that_keras_is_still_writing(saved: list[Path], tmp_
         assert not waiting.wait(2.5), "longer than a file is left alone"
         assert note.steps == []
         file.write(content[len(content) // 2 :])
-    completion_marker.announce_end(folder, WriteClaim(folder, "model.ckpt"))
+    completion_marker.write_marker(folder, WriteClaim(folder, "model.ckpt"))
     thread.join(BOUND_S)
     assert not thread.is_alive()
     assert note.steps == [10]
@@ -376,7 +376,7 @@ def test_the_best_of_another_format_replaces_the_one_before(saved: list[Path], t
         copy = tmp_path / name
         copy.write_text(name)
         best = BestCheckpoint(tmp_path / "run", model, "loss")
-        assert best.consider(FoundCheckpoint(name, copy, copy, 1), {"loss": loss})
+        assert best.update(FoundCheckpoint(name, copy, copy, 1), {"loss": loss})
         kept = BestCheckpoint(tmp_path / "run", model, "loss").path
         assert isinstance(kept, Path)
         assert kept.read_text() == name

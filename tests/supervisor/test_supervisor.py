@@ -60,7 +60,7 @@ def test_a_session_saves_at_its_beginning_and_at_its_end(tmp_path: Path) -> None
         fit(model, 2)
         assert session.global_step == 2 * STEPS
     assert steps_in(tmp_path / "run") == [0, 2 * STEPS]
-    assert completion_marker.is_announced(tmp_path / "run")
+    assert completion_marker.has_marker(tmp_path / "run")
 
 
 def test_the_next_session_goes_on_with_weights_optimizer_step_and_epoch(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_an_error_inside_saves_nothing_stops_the_loops_and_is_raised_again(tmp_p
     assert not threads[0].is_alive()
     assert supervisor.should_stop()
     assert steps_in(tmp_path) == [0]
-    assert not completion_marker.is_announced(tmp_path)
+    assert not completion_marker.has_marker(tmp_path)
     assert "fit" not in vars(model)
 
 
@@ -192,11 +192,11 @@ def test_an_error_of_a_custom_thread_is_raised_at_the_end_of_the_session() -> No
 
 
 def test_a_session_that_saves_only_on_request_withdraws_the_end_of_a_former_one(tmp_path: Path) -> None:
-    completion_marker.announce_end(tmp_path, WriteClaim(tmp_path, "model.ckpt"))
+    completion_marker.write_marker(tmp_path, WriteClaim(tmp_path, "model.ckpt"))
     supervisor = phalanx.Supervisor(tmp_path, save_model_secs=0)
     with supervisor.managed_session(make_model()):
-        assert not completion_marker.is_announced(tmp_path), "or an evaluator would end while this trains"
-    assert completion_marker.is_announced(tmp_path)
+        assert not completion_marker.has_marker(tmp_path), "or an evaluator would end while this trains"
+    assert completion_marker.has_marker(tmp_path)
 
 
 def test_a_directory_that_becomes_full_at_the_end_fails_no_program(

@@ -9,7 +9,7 @@ import pytest
 
 import phalanx.compat.v1 as tf
 from phalanx.errors import ConfigurationError, PeerLostError, RendezvousError
-from phalanx.tensorflow1.session_setup import naming_lost_tasks, with_filters
+from phalanx.tensorflow1.session_setup import add_device_filters, translate_lost_task_errors
 
 
 def check_names() -> None:
@@ -74,10 +74,10 @@ def check_servers_that_do_not_come_are_named() -> None:
                 loss = tf.get_variable("w", initializer=1.0)
             tf.train.GradientDescentOptimizer(0.1).minimize(loss, step)
             # Only the tasks of the graph are needed, so worker/1 is not waited for.
-            filters = with_filters(server.target, None, graph).device_filters
+            filters = add_device_filters(server.target, None, graph).device_filters
             assert list(filters) == ["/job:ps/task:0", "/job:worker/task:0"]
             # Unless there is no graph yet.
-            filters = with_filters(server.target, None, tf.Graph()).device_filters
+            filters = add_device_filters(server.target, None, tf.Graph()).device_filters
             assert list(filters) == ["/job:ps/task:0", "/job:worker/task:0"]
             for enter in (
                 lambda: tf.Session(server.target, tf.Graph()),
@@ -91,15 +91,15 @@ def check_servers_that_do_not_come_are_named() -> None:
             ):
                 with pytest.raises(RendezvousError, match=r"ps/0 at 127.0.0.1:\d+ refuses connections"):
                     enter()
-        with pytest.raises(PeerLostError, match="ps/0 at 127"), naming_lost_tasks(server.target):
+        with pytest.raises(PeerLostError, match="ps/0 at 127"), translate_lost_task_errors(server.target):
             raise tf.errors.UnavailableError(None, None, "Connection reset")
         # A server that has been started again answers, but it has lost its variables.
         again = tf.train.Server(cluster, job_name="ps", task_index=0)
         for text, expected in (("target /job:ps/replica:0/task:0", PeerLostError), ("", tf.errors.AbortedError)):
-            with pytest.raises(expected), naming_lost_tasks(server.target):
+            with pytest.raises(expected), translate_lost_task_errors(server.target):
                 raise tf.errors.AbortedError(None, None, text)
         del again
-        with pytest.raises(tf.errors.DataLossError), naming_lost_tasks(server.target):
+        with pytest.raises(tf.errors.DataLossError), translate_lost_task_errors(server.target):
             raise tf.errors.DataLossError(None, None, "another error")
 
 

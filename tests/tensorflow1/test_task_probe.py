@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import pytest
 
 from phalanx.errors import RendezvousError
-from phalanx.tensorflow1.task_probe import CLIENT_PREFACE, Answer, JobEnd, probe, wait_for_tasks
+from phalanx.tensorflow1.task_probe import CLIENT_PREFACE, ProbeResult, TrainingEndDetector, probe, wait_for_tasks
 from phalanx.transport.address import Address
 
 SETTINGS_FRAME = bytes([0, 0, 6, 4, 0, 0, 0, 0, 0]) + bytes(6)
-SERVES, REFUSED, SILENT = Answer.SERVES, Answer.REFUSED, Answer.SILENT
+SERVES, REFUSED, SILENT = ProbeResult.SERVES, ProbeResult.REFUSED, ProbeResult.SILENT
 
 
 @contextlib.contextmanager
@@ -47,7 +47,7 @@ def server(reply: bytes | None) -> Iterator[Address]:
         (None, SILENT),
     ],
 )
-def test_only_a_server_of_http_2_serves(reply: bytes | None, answer: Answer) -> None:
+def test_only_a_server_of_http_2_serves(reply: bytes | None, answer: ProbeResult) -> None:
     with server(reply) as address:
         assert probe(address, 5.0 if reply is not None else 0.2) is answer
 
@@ -61,7 +61,7 @@ def test_a_port_without_a_listener_refuses() -> None:
 def test_waiting_names_the_tasks_that_do_not_answer() -> None:
     asked: dict[str, int] = {}
 
-    def ask(address: Address) -> Answer:
+    def ask(address: Address) -> ProbeResult:
         asked[address.host] = asked.get(address.host, 0) + 1
         return SERVES if address.host == "late" and asked["late"] > 2 else SILENT
 
@@ -71,8 +71,8 @@ def test_waiting_names_the_tasks_that_do_not_answer() -> None:
         wait_for_tasks(tasks, 0.0, RendezvousError, ask)
 
 
-def job() -> JobEnd:
-    return JobEnd(["worker/0", "worker/1"], start_s=300.0, silent_s=600.0, now=0.0)
+def job() -> TrainingEndDetector:
+    return TrainingEndDetector(["worker/0", "worker/1"], start_s=300.0, silent_s=600.0, now=0.0)
 
 
 def test_a_job_is_over_when_all_tasks_have_finished() -> None:
@@ -89,15 +89,15 @@ def test_a_job_is_over_when_its_tasks_are_gone_for_longer_than_a_restart() -> No
     assert not end.is_over(gone, set(), 110.0)
     assert not end.is_over({**gone, "worker/1": SILENT}, set(), 150.0)  # it starts again
     assert not end.is_over(gone, set(), 155.0)
-    assert not end.is_over(gone, set(), 150.0 + JobEnd.GONE_S)
-    assert end.is_over(gone, set(), 150.1 + JobEnd.GONE_S)
+    assert not end.is_over(gone, set(), 150.0 + TrainingEndDetector.GONE_S)
+    assert end.is_over(gone, set(), 150.1 + TrainingEndDetector.GONE_S)
 
 
 def test_a_task_that_hangs_is_gone_in_the_end() -> None:
     end = job()
     assert not end.is_over({"worker/0": SERVES}, {"worker/1"}, 10.0)
     assert not end.is_over({"worker/0": SILENT}, {"worker/1"}, 600.0)
-    assert end.is_over({"worker/0": SILENT}, {"worker/1"}, 611.0 + JobEnd.GONE_S)
+    assert end.is_over({"worker/0": SILENT}, {"worker/1"}, 611.0 + TrainingEndDetector.GONE_S)
 
 
 def test_tasks_that_never_appear_are_named() -> None:

@@ -78,7 +78,7 @@ def worker_cluster(tasks: HostTasks, first_port: int) -> ClusterSpec:
     return ClusterSpec({WORKER: addresses})
 
 
-def cyclic(tasks: HostTasks) -> HostTasks:
+def interleave_hosts(tasks: HostTasks) -> HostTasks:
     """Distribute the tasks one by one over the hosts, as `srun --distribution=cyclic` numbers them."""
     rounds = max((count for _, count in tasks), default=0)
     return [(host, 1) for turn in range(rounds) for host, count in tasks if turn < count]

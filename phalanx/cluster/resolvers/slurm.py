@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from phalanx.cluster.resolvers.base_resolver import ClusterResolver, port_base, read_integer
-from phalanx.cluster.resolvers.host_list import HostTasks, cyclic, expand_counts, expand_host_list, worker_cluster
+from phalanx.cluster.resolvers.host_list import (
+    HostTasks,
+    expand_counts,
+    expand_host_list,
+    interleave_hosts,
+    worker_cluster,
+)
 from phalanx.cluster.spec import ClusterSpec, Task
 from phalanx.errors import ConfigurationError
 
@@ -109,7 +115,7 @@ class SlurmClusterResolver(ClusterResolver):
         if distribution in ("", "block", "*"):
             return hosts
         if distribution == "cyclic":
-            return cyclic(hosts)
+            return interleave_hosts(hosts)
         raise ConfigurationError(
             f"SLURM_DISTRIBUTION={distribution!r}: only block and cyclic numbering of processes are "
             f"supported. Start the step with `srun --distribution=block`."

@@ -19,7 +19,7 @@ from phalanx.engines import make_engine
 from phalanx.engines.engine import Merge
 from phalanx.engines.step_layout import MergeWeight, StepLayout
 from phalanx.horovod import operations, step_reports
-from phalanx.horovod.compressors import compressed
+from phalanx.horovod.compressors import run_compressed
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.keras_compat import trainer_hook
 from phalanx.keras_compat.global_batch.global_gradients import refuse_overwritten
@@ -267,7 +267,7 @@ class _GradientMerge(Merge):
             reduced: list[Array] = operations.start(kind, arrays, arguments, outs=results, wake=False).wait()
             return reduced
 
-        for out, result in zip(outs, compressed(reduction.compression, gradients, reduce), strict=True):
+        for out, result in zip(outs, run_compressed(reduction.compression, gradients, reduce), strict=True):
             if result is not out:
                 np.copyto(out, np.asarray(result))
 

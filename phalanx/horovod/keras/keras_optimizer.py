@@ -83,7 +83,7 @@ class OptimizerReduction:
         """
         # Local ones first: PyTorch gradients are reduced in place, and may share memory with local ones.
         local = {
-            index: None if gradients[index] is None else _scaled(gradients[index], self.local_factor)
+            index: None if gradients[index] is None else _scale(gradients[index], self.local_factor)
             for index in self.local_indices(variables)
         }
         reduced = [None if index in local else each for index, each in enumerate(gradients)]
@@ -92,13 +92,13 @@ class OptimizerReduction:
             module = importlib.import_module(f"phalanx.horovod.{_MODULES[keras.backend.backend()]}")
             reduced = module.reduce_gradients(reduced, self.reduction, self.name)
         if self.factor != 1.0:
-            reduced = [None if gradient is None else _scaled(gradient, self.factor) for gradient in reduced]
+            reduced = [None if gradient is None else _scale(gradient, self.factor) for gradient in reduced]
         for index, gradient in local.items():
             reduced[index] = gradient
         return reduced
 
 
-def _scaled(gradient: Any, factor: float) -> Any:
+def _scale(gradient: Any, factor: float) -> Any:
     """Return a scaled copy of a gradient, which may be rows of an embedding (`tf.IndexedSlices`)."""
     if hasattr(gradient, "dense_shape"):
         return type(gradient)(gradient.values * factor, gradient.indices, gradient.dense_shape)
@@ -298,7 +298,7 @@ class _DistributedMixin:
     @classmethod
     def from_config(cls, *args: Any, **kwargs: Any) -> Any:
         """See `keras.optimizers.Optimizer.from_config`. The result reduces as the optimizer of this class does."""
-        return _reducing_like(cls, _plain_class(cls).from_config(*args, **kwargs))
+        return _make_reducing_like(cls, _plain_class(cls).from_config(*args, **kwargs))
 
     def __reduce__(self) -> Any:
         """Pickle a plain optimizer, as saving does: the class of this one could not be found by name."""
@@ -308,7 +308,7 @@ class _DistributedMixin:
     def __copy__(self) -> Any:
         """Return a copy that also reduces. Keras would create a plain optimizer, so each rank would train alone."""
         make, arguments = self.__reduce__()
-        return _reducing_like(type(self), make(*arguments))
+        return _make_reducing_like(type(self), make(*arguments))
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.__copy__()
@@ -320,7 +320,7 @@ def _plain_class(kind: Any) -> Any:
     return kind
 
 
-def _reducing_like(kind: Any, optimizer: Any) -> Any:
+def _make_reducing_like(kind: Any, optimizer: Any) -> Any:
     """Make a plain optimizer reduce as the optimizer of this class does."""
     known: OptimizerReduction = kind._hvd_reduction
     number = InstanceNumber("keras.optimizer", known.reduction.process_set)

@@ -19,7 +19,7 @@ from phalanx.engines.replica.tensorflow.host_calls import is_for_session, linear
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.horovod import basics, operations
 from phalanx.horovod.common.process_sets import ProcessSet, get_process_set_ids_and_ranks, global_process_set
-from phalanx.horovod.compressors import compressed
+from phalanx.horovod.compressors import run_compressed
 from phalanx.horovod.framework_bindings import make_collective_function
 from phalanx.horovod.operation_request import Array, OperationKind
 from phalanx.horovod.operations import Arguments, Average, Sum, barrier, join
@@ -126,7 +126,7 @@ def run_collective(
     if kind is OperationKind.ALLTOALL:
         return _differentiable(kind, list(dense.values()), arguments, wrap_wait)
     if dense:
-        reduced = compressed(
+        reduced = run_compressed(
             compression, list(dense.values()), lambda packed: _differentiable(kind, packed, arguments, wrap_wait)
         )
         results.update(zip(dense, reduced, strict=True))
@@ -194,13 +194,13 @@ def _sparse_allreduce(slices: Any, arguments: Arguments) -> Any:
     # One group, so that values and indices stay together.
     values, indices = run_collective(OperationKind.ALLGATHER, [slices.values, slices.indices], gather)
     gathered = tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
-    return divided_by_size(gathered, arguments.process_set) if arguments.op is Average else gathered
+    return divide_by_rank_count(gathered, arguments.process_set) if arguments.op is Average else gathered
 
 
-def divided_by_size(tensor: Any, process_set: ProcessSet) -> Any:
+def divide_by_rank_count(tensor: Any, process_set: ProcessSet) -> Any:
     """Divide a tensor, or `tf.IndexedSlices`, by the number of ranks at the time the graph runs."""
     if isinstance(tensor, tf.IndexedSlices):
-        return tf.IndexedSlices(divided_by_size(tensor.values, process_set), tensor.indices, tensor.dense_shape)
+        return tf.IndexedSlices(divide_by_rank_count(tensor.values, process_set), tensor.indices, tensor.dense_shape)
     return tensor / tf.cast(_host_number(process_set.size), tensor.dtype)
 
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from phalanx.errors import ConfigurationError
 from phalanx.horovod.gradient_reduction import GradientReduction
 from phalanx.horovod.tensorflow.functions import tensorflow_variable
-from phalanx.horovod.tensorflow.tape import reduce_shared
+from phalanx.horovod.tensorflow.tape import reduce_nonlocal
 
 v1 = tf.compat.v1
 Gradients = list[Any]
@@ -58,7 +58,7 @@ class SessionOptimizer(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         local = {index for index, each in enumerate(variables) if id(tensorflow_variable(each)) in self._local}
 
         def reduce(gradients: Sequence[Any]) -> Gradients:
-            return reduce_shared(gradients, local, self._reduction, scale_local_gradients=self._scale_local_gradients)
+            return reduce_nonlocal(gradients, local, self._reduction, scale_local_gradients=self._scale_local_gradients)
 
         gradients = [gradient for gradient, _ in pairs]
         reduced = reduce(gradients) if self._accumulation is None else self._accumulation.add(gradients, reduce)

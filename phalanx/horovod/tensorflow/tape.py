@@ -15,7 +15,7 @@ from phalanx.horovod.operation_request import HorovodOp, OperationKind
 from phalanx.horovod.operations import Average
 from phalanx.horovod.tensorflow.compression import Compression
 from phalanx.horovod.tensorflow.functions import tensorflow_variable
-from phalanx.horovod.tensorflow.mpi_ops import divided_by_size, run_collective
+from phalanx.horovod.tensorflow.mpi_ops import divide_by_rank_count, run_collective
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -42,7 +42,7 @@ def reduce_gradients(gradients: Sequence[Any], reduction: GradientReduction, nam
     return map_non_none(reduce, gradients)
 
 
-def reduce_shared(
+def reduce_nonlocal(
     gradients: Sequence[Any], local: Set[int], reduction: GradientReduction, *, scale_local_gradients: bool
 ) -> list[Any]:
     """Do the same as `reduce_gradients`, but keep some gradients local; on a rank that trains alone, keep all.
@@ -60,7 +60,7 @@ def reduce_shared(
     reduced: list[Any] = reduce_gradients(shared, reduction)
     for index in local:
         own = gradients[index]
-        reduced[index] = divided_by_size(own, process_set) if scale_local_gradients and own is not None else own
+        reduced[index] = divide_by_rank_count(own, process_set) if scale_local_gradients and own is not None else own
     return reduced
 
 
@@ -158,7 +158,9 @@ class _ReducingTapeMixin:
         gradients = super().gradient(target, sources, output_gradients, **kwargs)  # type: ignore[misc]
         flat = tf.nest.flatten(gradients)
         local = {index for index, source in enumerate(tf.nest.flatten(sources)) if self._hvd_is_local(source)}
-        reduced = reduce_shared(flat, local, self._hvd_reduction, scale_local_gradients=self._hvd_scale_local_gradients)
+        reduced = reduce_nonlocal(
+            flat, local, self._hvd_reduction, scale_local_gradients=self._hvd_scale_local_gradients
+        )
         return tf.nest.pack_sequence_as(gradients, reduced)
 
     def get_local_and_global_gradients(

@@ -8,7 +8,7 @@ import torch
 
 from phalanx.arrays.tree import map_non_none
 from phalanx.horovod import step_reports
-from phalanx.horovod.compressors import compressed
+from phalanx.horovod.compressors import run_compressed
 from phalanx.horovod.gradient_reduction import GradientReduction
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.torch.torch_framework import start_collective
@@ -33,7 +33,7 @@ def reduce_gradients(
 
     def reduce_dense(present: list[torch.Tensor]) -> list[torch.Tensor]:
         dense = [_writable((each.to_dense() if each.is_sparse else each).detach()) for each in present]
-        return compressed(reduction.compression, dense, reduce)
+        return run_compressed(reduction.compression, dense, reduce)
 
     return map_non_none(reduce_dense, gradients)
 

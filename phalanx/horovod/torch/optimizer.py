@@ -14,7 +14,7 @@ import torch
 from phalanx.errors import ConfigurationError
 from phalanx.horovod import step_reports
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
-from phalanx.horovod.compressors import compressed
+from phalanx.horovod.compressors import run_compressed
 from phalanx.horovod.gradient_reduction import GradientReduction
 from phalanx.horovod.operation_request import HorovodOp
 from phalanx.horovod.operations import Adasum, Average
@@ -220,7 +220,7 @@ class _AdasumStepMixin:
         result = super().step(closure)  # type: ignore[misc]
         with torch.no_grad():
             changes = [parameter - start for parameter, start in zip(parameters, before, strict=True)]
-            combined = compressed(reduction.compression, changes, self._hvd_combine)
+            combined = run_compressed(reduction.compression, changes, self._hvd_combine)
             for parameter, start, change in zip(parameters, before, combined, strict=True):
                 parameter.copy_(start + change)
         timeline.current.leave()

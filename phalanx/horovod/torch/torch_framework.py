@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from phalanx.horovod import operations
-from phalanx.horovod.compressors import compressed
+from phalanx.horovod.compressors import run_compressed
 from phalanx.horovod.operation_request import OperationKind
 from phalanx.horovod.operations import Arguments, PendingResult
 from phalanx.horovod.torch.host_tensors import all_to_host, tensors_from_arrays, to_host, write_back
@@ -77,7 +77,7 @@ def run_collective(
     def reduce(packed: Sequence[Tensor]) -> list[Tensor]:
         return list(_Collective.apply(kind, arguments, *packed))  # type: ignore[no-untyped-call]
 
-    return reduce(tensors) if kind is OperationKind.ALLTOALL else compressed(compression, tensors, reduce)
+    return reduce(tensors) if kind is OperationKind.ALLTOALL else run_compressed(compression, tensors, reduce)
 
 
 def start_collective(

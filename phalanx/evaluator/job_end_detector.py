@@ -26,7 +26,7 @@ from phalanx.transport.dial import RefusedError, UnreachableError
 
 GONE_LAUNCHED_S = 3.0
 """How long all ports must be closed under `phalanx run`, which keeps the port of a restarting task open."""
-GONE_BY_HAND_S = 60.0
+GONE_MANUAL_S = 60.0
 """The same without `phalanx run`: the user or a scheduler needs time to restart a task."""
 PROBE_S = 1.0
 PROBE_EVERY_S = 1.0
@@ -36,8 +36,8 @@ class JobLiveness(enum.Enum):
     """The result of probing a job."""
 
     ALIVE = "a task answers"
-    SILENT = "a task may be there but does not answer"
-    GONE = "no task listens"
+    UNRESPONSIVE = "a task may be there but does not answer"
+    STOPPED = "no task listens"
 
 
 class JobEndDetector:
@@ -51,7 +51,7 @@ class JobEndDetector:
 
     def __init__(self, config: JobConfig, idle_s: float, now: float):
         self._start_s = config.rendezvous_timeout_s  # until the first answer or checkpoint
-        self._gone_s = GONE_LAUNCHED_S if config.has_explicit_job_id else GONE_BY_HAND_S
+        self._gone_s = GONE_LAUNCHED_S if config.has_explicit_job_id else GONE_MANUAL_S
         # After the last answer or checkpoint, while a task does not answer.
         self._silent_s = max(config.timeout_s, config.rendezvous_timeout_s)
         self._idle_s = idle_s
@@ -61,10 +61,10 @@ class JobEndDetector:
         self._last_seen_at = now  # last sign of life of the job: an answer, or a checkpoint
         self._gone_since: float | None = None  # None while anything may listen
         self._last_checkpoint: float | None = None
-        self._was_unannounced = False  # if so, a completion marker is from this job
+        self._was_unmarked = False  # if so, a completion marker is from this job
 
     @property
-    def saw_nothing(self) -> bool:
+    def has_seen_nothing(self) -> bool:
         """Whether neither the job nor a checkpoint has been seen."""
         return not self._has_existed and self._last_checkpoint is None
 
@@ -72,21 +72,21 @@ class JobEndDetector:
         """Record that a checkpoint was found."""
         self._last_checkpoint = self._last_seen_at = now
 
-    def is_over(self, found: JobLiveness, now: float, *, announced: bool | None) -> bool:
+    def is_over(self, found: JobLiveness, now: float, *, has_marker: bool | None) -> bool:
         """Return whether the job is over.
 
         Args:
-            announced: Whether a file marks it as over; None if currently unknown.
+            has_marker: Whether a file marks it as over; None if currently unknown.
         """
-        self._was_unannounced |= announced is False
-        if found is not JobLiveness.GONE:
+        self._was_unmarked |= has_marker is False
+        if found is not JobLiveness.STOPPED:
             self._has_existed, self._gone_since = True, None
         if found is JobLiveness.ALIVE:
             self._last_seen_at = now
             return False
-        if announced and self._was_unannounced:
+        if has_marker and self._was_unmarked:
             return True
-        if found is JobLiveness.SILENT:
+        if found is JobLiveness.UNRESPONSIVE:
             return now - self._last_seen_at >= self._silent_s
         if self._gone_since is None:
             self._gone_since = now
@@ -96,7 +96,7 @@ class JobEndDetector:
         if self._last_checkpoint is None:
             return now - self._began >= self._start_s
         # There were checkpoints, perhaps from an earlier job: this one still has time to start.
-        idle_s = 0.0 if announced else self._idle_s
+        idle_s = 0.0 if has_marker else self._idle_s
         return now - self._last_checkpoint >= max(idle_s, self._start_s)
 
 
@@ -109,37 +109,37 @@ class JobProbe:
     """
 
     def __init__(self, spec: ClusterSpec, task: Task | None, config: JobConfig, clock: Callable[[], float]):
-        self._me = TaskIdentity(spec, task, JobFacts(), config) if spec and task is not None else None
+        self._identity = TaskIdentity(spec, task, JobFacts(), config) if spec and task is not None else None
         # The first server has the schedule; the chief of replicas has all links.
         self._tasks = [*[known for known in spec.tasks if known.type == PS][:1], *spec.ranked_tasks[:1]]
         self._clock = clock
-        self._asked_at = float("-inf")
-        self._last = JobLiveness.GONE
-        self.trouble = ""
+        self._probed_at = float("-inf")
+        self._last = JobLiveness.STOPPED
+        self.last_error = ""
 
     def probe(self) -> JobLiveness:
         """Return the current state of the job."""
-        if self._me is not None and self._clock() - self._asked_at >= PROBE_EVERY_S:
-            self._asked_at = self._clock()
-            found = [JobLiveness.GONE]
+        if self._identity is not None and self._clock() - self._probed_at >= PROBE_EVERY_S:
+            self._probed_at = self._clock()
+            found = [JobLiveness.STOPPED]
             for task in self._tasks:
-                found.append(self._ask(self._me, task))
+                found.append(self._probe_task(self._identity, task))
                 if found[-1] is JobLiveness.ALIVE:
                     break
             self._last = next(each for each in JobLiveness if each in found)  # the liveliest
         return self._last
 
-    def _ask(self, me: TaskIdentity, task: Task) -> JobLiveness:
+    def _probe_task(self, identity: TaskIdentity, task: Task) -> JobLiveness:
         try:
-            link, _ = me.dial(task, PROBE, deadline=time.monotonic() + PROBE_S)
+            link, _ = identity.dial(task, PROBE, deadline=time.monotonic() + PROBE_S)
             link.close()
         except RefusedError:  # by a task that has recognized this one, so it is alive
             return JobLiveness.ALIVE
         except (LinkTimeoutError, UnreachableError):
-            return JobLiveness.SILENT
+            return JobLiveness.UNRESPONSIVE
         except LinkClosedError:
-            return JobLiveness.GONE
+            return JobLiveness.STOPPED
         except HandshakeError as error:  # another program uses the port, or the secrets differ
-            self.trouble = str(error)
-            return JobLiveness.GONE
+            self.last_error = str(error)
+            return JobLiveness.STOPPED
         return JobLiveness.ALIVE
