@@ -1,4 +1,4 @@
-"""Where a task listens: `host:port`, checked when it is parsed and not when a connection fails."""
+"""The address on which a task listens: `host:port`, checked when it is parsed and not when a connection fails."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Address:
         """Parse `host:port` or `[IPv6]:port`, ignoring surrounding spaces.
 
         Args:
-            text: the address.
-            where: the source of the address, for messages, for example `cluster.worker[1]`.
+            text: Address to parse.
+            where: Source of the address, for messages, for example `cluster.worker[1]`.
         Raises: ConfigurationError with the mistake and a correction.
         """
         if not isinstance(text, str):
@@ -83,7 +83,7 @@ class Address:
 
 
 def _split(text: str) -> tuple[str, str | None]:
-    """The host without brackets, and the text of the port or None."""
+    """Return the host without brackets, and the text of the port or None."""
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         return (host, rest[1:]) if bracket and rest.startswith(":") else (text, None)

@@ -1,4 +1,4 @@
-"""What a task proves to others with, and which connections it wants encrypted."""
+"""The credentials of a task, and which connections it wants encrypted."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Credentials:
     """See the top of the file.
 
     Attributes:
-        secret: the job's secret, or None.
-        tls: the TLS contexts of the task, or None for connections without TLS.
-        encryption: which connections that carry the data of training are encrypted.
+        secret: The job's secret, or None.
+        tls: TLS contexts of the task, or None for connections without TLS.
+        encryption: Which connections that carry training data are encrypted.
     """
 
     secret: bytes | None = field(default=None, repr=False)
@@ -25,11 +25,11 @@ class Credentials:
     encryption: Encryption = Encryption.ALWAYS
 
     def wants_encryption(self, sock: socket.socket, *, bulk: bool = True) -> bool:
-        """Whether this task wants a connection encrypted. TLS encrypts without it.
+        """Whether this task wants a connection encrypted by records. With TLS, it is encrypted anyway.
 
         Args:
-            sock: connected.
-            bulk: whether it carries the data of training, as far as is known.
+            sock: Connected socket.
+            bulk: Whether it carries training data; True if unknown.
         """
         if self.tls is not None:
             return False

@@ -1,7 +1,7 @@
-"""Bytes of another process or a file become values of a type, here and in `transport.serialization` only.
+"""Decodes bytes from another process or a file to typed values; only `transport.serialization` does so as well.
 
-Whatever is wrong with the bytes is a FrameError. `msgspec` itself raises errors of three families: for text that is not
-UTF-8 and for values nested too deeply they are not its own.
+Any defect of the bytes is a FrameError. `msgspec` raises three kinds of errors: those for text that is not UTF-8 and
+for values that are nested too deeply are Python's.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ T = TypeVar("T")
 Content = bytes | bytearray | memoryview
 
 DECODE_ERRORS = (msgspec.MsgspecError, UnicodeError, RecursionError)
-"""What `msgspec` raises for bytes that it cannot read."""
+"""Errors that `msgspec` raises for bytes that it cannot decode."""
 
 
 class Decoder(Generic[T]):
     """Reads values of one type.
 
     Args:
-        kind: the type; msgspec checks every part of a value against it.
-        json: whether they are JSON; otherwise MessagePack.
+        kind: Type of the values; msgspec checks every part of a value against it.
+        json: Whether the bytes are JSON; otherwise, they are MessagePack.
     """
 
     @overload
@@ -39,7 +39,7 @@ class Decoder(Generic[T]):
         self._decode: Callable[[Content], T] = decoder.decode
 
     def decode(self, content: Content) -> T:
-        """Raises: FrameError if the bytes are not a value of this type."""
+        """Decode bytes. Raises: FrameError if they are not a value of this type."""
         try:
             return self._decode(content)
         except DECODE_ERRORS as error:
@@ -57,7 +57,7 @@ def decode_message(content: Content, kind: Any = ...) -> Any: ...
 
 
 def decode_message(content: Content, kind: Any = Any) -> Any:
-    """The value of this type in these bytes of MessagePack. Raises: FrameError."""
+    """Decode MessagePack bytes to a value of this type. Raises: FrameError."""
     return Decoder(kind).decode(content)
 
 
@@ -70,5 +70,5 @@ def decode_json(content: Content, kind: Any) -> Any: ...
 
 
 def decode_json(content: Content, kind: Any) -> Any:
-    """The value of this type in these bytes of JSON. Raises: FrameError."""
+    """Decode JSON bytes to a value of this type. Raises: FrameError."""
     return Decoder(kind, json=True).decode(content)

@@ -1,4 +1,4 @@
-"""Connecting to another task's port."""
+"""Connects to the port of another task."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from phalanx.transport.name_resolution import resolve
 from phalanx.transport.tls import TLS
 
 CONNECT_TIMEOUT_S = 5.0
-"""For one attempt at one IP address. Short, so that an address that drops packets does not delay the next one for
-long; longer than the 3 s after which a lost first packet has been retransmitted twice."""
+"""For one attempt at one IP address. Short, so that an address that drops packets does not delay the next one much.
+Longer than the 3 s after which a lost first packet has been retransmitted twice."""
 
 ATTEMPT_TIMEOUT_S = 5.0
 """For one attempt to reach a task, including the handshake."""
 HANDSHAKE_FAILURES_S = 10.0
-"""A task that has hung up for this long has another secret or belongs to another program, so waiting is useless. Not
-shorter, because a process of an earlier job may be about to free the port."""
+"""A task that keeps hanging up for this long has a different secret or is a different program, so waiting is useless.
+Not shorter, because a process of an earlier job may be about to free the port."""
 FIRST_RETRY_S = 0.01
 LAST_RETRY_S = 1.0
 RETRY_SHARE = 0.05
 """The next attempt follows after 5 % of the time waited so far: the wait is at most 5 % longer than necessary, and a
-peer that is minutes late is dialled once a second."""
+peer that is minutes late is dialed once a second."""
 
 
 class UnreachableError(LinkClosedError):
-    """The address has no route now, or its name is unknown. This says nothing about what listens there."""
+    """The address currently has no route, or its name is unknown. This says nothing about what listens there."""
 
 
 class RefusedError(HandshakeError):
-    """The other task recognised this one and refused it.
+    """The other task recognized this task and refused it.
 
     Attributes:
-        welcome: its answer, with the kind and the reason of the refusal.
+        welcome: Answer of the other task, with the kind of and the reason for the refusal.
     """
 
     def __init__(self, message: str, welcome: Welcome):
@@ -65,27 +65,27 @@ def dial(
     """Connect once, prove the secret, and state the purpose.
 
     Args:
-        address: where the other task listens.
-        hello: this task's introduction, with the name of the other task and the purpose of the link.
-        credentials: the secret of the job, and how the connection is encrypted.
-        bulk: whether the link carries the data of training, so that `credentials.encryption` applies to it.
-        deadline: when to give up, a value of `time.monotonic()`.
+        address: Address of the other task.
+        hello: Introduction of this task, with the name of the other task and the purpose of the link.
+        credentials: Secret of the job, and how the connection is encrypted.
+        bulk: Whether the link carries training data, so that `credentials.encryption` applies to it.
+        deadline: Time at which to give up, by `time.monotonic()`.
 
-    Returns: the link, and the other end's answer.
+    Returns: The link, and the other end's answer.
 
     Raises:
-        LinkClosedError: nothing listens there, or it hung up. Temporary: try again.
-        UnreachableError: there is no route, or the name is unknown. Temporary too.
-        LinkTimeoutError: there was no answer. Temporary too.
-        RefusedError: the other end did not accept the Hello.
-        HandshakeError: what listens there is not of this job, or has another secret or version.
+        LinkClosedError: Nothing listens there, or it hung up. Temporary: try again.
+        UnreachableError: There is no route, or the name is unknown. Temporary.
+        LinkTimeoutError: There was no answer. Temporary.
+        RefusedError: The other end did not accept the Hello.
+        HandshakeError: The other end does not belong to this job, or has a different secret or version.
     """
     peer = hello.peer
     sock = connect(address, peer, deadline=deadline, tls=credentials.tls)
     try:
         encrypt = credentials.wants_encryption(sock, bulk=bulk)
         link = Link(sock, peer)
-    except OSError as error:  # what a dying process had not accepted yet is reset as soon as it stands
+    except OSError as error:  # an exiting process resets connections that it has not accepted
         sock.close()
         raise LinkClosedError(f"{peer} at {address} hung up at once ({error.strerror or error})") from error
     try:
@@ -105,26 +105,26 @@ def dial(
 
 
 def connect(address: Address, peer: str, *, deadline: float, tls: TLS | None = None) -> socket.socket:
-    """Connect once, without a word.
+    """Connect once, without sending anything.
 
     Args:
-        address: where something listens.
-        peer: its name, for messages.
-        deadline: when to give up, a value of `time.monotonic()`.
-        tls: wraps the connection in TLS, whose handshake runs with the first bytes.
+        address: Address to connect to.
+        peer: Name of the other end, for messages.
+        deadline: Time at which to give up, by `time.monotonic()`.
+        tls: Contexts to wrap the connection in TLS, whose handshake runs with the first bytes; None for no TLS.
 
-    Raises: LinkClosedError, UnreachableError, LinkTimeoutError as `dial`.
+    Raises: LinkClosedError, UnreachableError, LinkTimeoutError as for `dial`.
     """
     try:
         candidates = resolve(address, max(0.0, deadline - time.monotonic()))
-    except (OSError, UnicodeError) as error:  # UnicodeError: a label that is empty or too long
+    except (OSError, UnicodeError) as error:  # UnicodeError: an empty or too long label of the host name
         reason = getattr(error, "strerror", None) or error
         raise UnreachableError(
             f"the host name {address.host!r} of {peer} cannot be resolved here ({reason})"
         ) from error
     failure: OSError | None = None
     for tried, (family, kind, protocol, _, where) in enumerate(candidates):
-        # Each address gets its share of the remaining time, so that one that drops packets leaves time for the next.
+        # The addresses share the remaining time, so that one that drops packets leaves time for the next.
         timeout_s = min((deadline - time.monotonic()) / (len(candidates) - tried), CONNECT_TIMEOUT_S)
         if timeout_s <= 0:
             break
@@ -136,17 +136,17 @@ def connect(address: Address, peer: str, *, deadline: float, tls: TLS | None = N
         try:
             sock.settimeout(timeout_s)
             sock.connect(where)
-            # Without a listener, a port in the range of outgoing ports can be connected to itself.
+            # Without a listener, a port in the range of outgoing ports can connect to itself.
             if sock.getsockname() == sock.getpeername():
                 raise ConnectionRefusedError("nothing listens")
             if tls is not None:
-                # Under the link's deadlines.
+                # The link applies its own deadlines.
                 sock.setblocking(False)
                 return tls.dialer.wrap_socket(sock, do_handshake_on_connect=False)
             return sock
         except OSError as error:
             sock.close()
-            failure = error  # the last address decides what is reported
+            failure = error  # the failure of the last address is reported
         except BaseException:
             sock.close()
             raise
@@ -160,7 +160,7 @@ def connect(address: Address, peer: str, *, deadline: float, tls: TLS | None = N
 
 
 def _tls_failure(peer: str, error: ssl.SSLError) -> str:
-    """Which end's certificate is at fault: an alert is about our own."""
+    """Describe which end's certificate is at fault. An alert refers to our own."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the certificate of {peer} is not accepted here: {error.verify_message} (PHALANX_TLS_CA of this task)"
     if "ALERT" in str(error):
@@ -174,7 +174,7 @@ def _shake_hands(link: Link, handshake: Handshake, deadline: float) -> None:
             if data := handshake.data_to_send():
                 link.send_bytes([memoryview(data)], deadline=deadline)
             if handshake.done:
-                # Both proofs have crossed as they are. From here on everything is encrypted, in both directions.
+                # Both proofs were sent unencrypted. From here on, everything is encrypted in both directions.
                 if handshake.keys:
                     link.encrypt(handshake.keys)
                 return
@@ -192,7 +192,7 @@ def _shake_hands(link: Link, handshake: Handshake, deadline: float) -> None:
     except HandshakeError as error:
         raise HandshakeError(f"what listens at the address of {link.peer} is not it: {error}") from error
     except LinkClosedError as error:
-        # It saw our proof and hung up without an answer, as a listener does to strangers.
+        # The peer received our proof and hung up without an answer, as a listener does with strangers.
         if handshake.waits_for_proof:
             raise WrongSecretError(
                 f"{link.peer} hung up when it saw our proof of the secret: PHALANX_SECRET differs, or is set "

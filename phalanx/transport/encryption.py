@@ -2,13 +2,13 @@
 
     record     u32 length of the ciphertext, ciphertext with a tag of 16 bytes
 
-Each direction has its own key. A record's nonce is its number in that direction, which is never sent: a record that was
-changed, left out, repeated, moved to another place or taken from another connection does not open. Its length is
-authenticated with it. An attacker can only end the connection, which is a lost peer like any other.
+Each direction has its own key. A record's nonce is its number in that direction, which is never sent. Records that were
+changed, omitted, repeated, reordered or taken from another connection do not open. The length of a record is
+authenticated as well. An attacker can only end the connection, which is a lost peer like any other.
 
-The cipher is AES-256-GCM (RFC 5116): with the instructions that processors have for it, sealing or opening a record
-takes 7 us for 64 KiB and less than 1 us for a small message. A key serves `RECORDS_OF_A_KEY` records and is then
-replaced by one derived from it, as GCM's bounds ask for (RFC 8446, 5.5 and 7.2).
+The cipher is AES-256-GCM (RFC 5116). With the processor's AES instructions, sealing or opening a record takes 7 us for
+64 KiB and less than 1 us for a small message. A key serves `RECORDS_OF_A_KEY` records and is then replaced by one
+derived from it, as GCM's bounds require (RFC 8446, 5.5 and 7.2).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phalanx.transport.throttle import first_bytes
 KEY_BYTES = 32
 TAG_BYTES = 16
 MAX_PLAIN_BYTES = 1 << 16
-"""Bytes of one record. Twice as many would be a few per cent faster, and fall out of the processor's cache sooner."""
+"""Bytes of one record. Twice as many would be a few percent faster, but leave the processor's cache sooner."""
 RECORDS_OF_A_KEY = 1 << 20
 """64 GiB at most: GCM's confidentiality bound for one key is about 2**38 bytes in such records."""
 
@@ -37,7 +37,7 @@ _MAX_RECORD_BYTES = MAX_PLAIN_BYTES + TAG_BYTES
 
 
 class SessionKeys(NamedTuple):
-    """The two keys of one end of a connection, of `KEY_BYTES` each."""
+    """The two keys of one end of a connection, `KEY_BYTES` each."""
 
     sending: bytes
     receiving: bytes
@@ -53,8 +53,8 @@ class _Cipher:
 
     def next(self) -> tuple[AESGCM, bytes]:
         """The cipher and the nonce of the next record."""
-        # Both ends count the records of a direction, so they change keys at the same one without a message about it.
-        # The count may start again, because the key is new: GCM fails if a nonce repeats under one key.
+        # Both ends count the records of a direction, so they change keys at the same record without a message.
+        # The count may restart because the key is new: GCM fails if a nonce repeats under one key.
         if self._count == RECORDS_OF_A_KEY:
             self._key = HKDFExpand(SHA256(), KEY_BYTES, b"phalanx next key").derive(self._key)
             self._aead, self._count = AESGCM(self._key), 0
@@ -70,9 +70,9 @@ class RecordWriter:
         self._cipher = _Cipher(key)
 
     def seal(self, pieces: Sequence[memoryview]) -> tuple[memoryview, int]:
-        """The next record, with the first bytes of `pieces`, and how many these are: at most `MAX_PLAIN_BYTES`.
+        """Seal the first bytes of `pieces`, at most `MAX_PLAIN_BYTES`; return the record and their number.
 
-        The record has used up its number, so the caller must send all of it before the next one.
+        The record has used its nonce, so the caller must send all of it before the next one.
         """
         found = first_bytes(pieces, MAX_PLAIN_BYTES)
         plain = found[0] if len(found) == 1 else b"".join(found)  # a piece that fills the record is not copied
@@ -86,42 +86,42 @@ class RecordWriter:
 
 
 class RecordReader:
-    """Opens records. The caller writes into `get_buffer()`, reports the bytes with `buffer_updated`, and takes what
-    `open` has opened.
+    """Opens records. The caller writes into `get_buffer()`, reports the bytes with `buffer_updated`, and takes the
+    bytes that `open` has opened.
 
-    The buffer never extends beyond a record, so what follows stays in the socket: a caller that waits for the socket
-    after a message does not wait for bytes that are here already.
+    The buffer never extends beyond a record, so later bytes stay in the socket: a caller that waits for the socket
+    after a message does not wait for bytes that have already been read.
     """
 
     def __init__(self, key: bytes):
         self._cipher = _Cipher(key)
         self._sealed = memoryview(bytearray(_LENGTH.size + _MAX_RECORD_BYTES))
         self._filled = 0
-        self._end = _LENGTH.size  # of the record, or of its length while that has not arrived
+        self._end = _LENGTH.size  # end of the record, or of its length until that has arrived
         self._opened = memoryview(bytearray(MAX_PLAIN_BYTES))
-        self._plain = self._opened[:0]  # what was opened and not taken; a view, so no other record is opened before
+        self._plain = self._opened[:0]  # opened bytes not yet taken; a view, so no other record is opened until then
 
     def get_buffer(self) -> memoryview:
-        """Where to write the next bytes; never empty once `open` has returned False."""
+        """Return the memory for the next bytes; never empty once `open` has returned False."""
         return self._sealed[self._filled : self._end]
 
     def buffer_updated(self, count: int) -> None:
         """Account for `count` bytes that were written to `get_buffer()`.
 
-        Raises: FrameError for a length that no record has.
+        Raises: FrameError for an invalid record length.
         """
         self._filled += count
         if self._filled == self._end == _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._sealed)
-            # Nor an empty record, which no writer seals: taking 0 bytes of it would look like the end of the stream.
+            # Reject empty records too, which no writer seals: taking 0 bytes would look like the end of the stream.
             if not TAG_BYTES < length <= _MAX_RECORD_BYTES:
                 raise FrameError(f"a record of {length} bytes was announced; at most {_MAX_RECORD_BYTES} are allowed")
             self._end += length
 
     def open(self) -> bool:
-        """Whether bytes can be taken; opens the record if all of the one before were taken.
+        """Open the next record if all bytes of the previous one were taken. Return whether bytes can be taken.
 
-        Raises: FrameError if what arrived is not what the other end sent.
+        Raises: FrameError if the record is not what the other end sent.
         """
         if self._plain:
             return True
@@ -130,7 +130,7 @@ class RecordReader:
         opened = self._opened[: self._end - _LENGTH.size - TAG_BYTES]
         aead, nonce = self._cipher.next()
         head, sealed = self._sealed[: _LENGTH.size], self._sealed[_LENGTH.size : self._end]
-        # If it does not open, the count stays one too high. No other record follows: a FrameError closes the link.
+        # If the record does not open, the count stays one too high. No record follows: a FrameError closes the link.
         try:
             aead.decrypt_into(nonce, sealed, head, opened)
         except InvalidTag as error:
@@ -139,7 +139,7 @@ class RecordReader:
         return True
 
     def take(self, target: memoryview) -> int:
-        """Move opened bytes to `target`; returns their number."""
+        """Move opened bytes to `target`, and return their number."""
         count = min(len(self._plain), len(target))
         target[:count] = self._plain[:count]
         self._plain = self._plain[count:]

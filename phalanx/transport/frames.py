@@ -5,12 +5,12 @@ A frame is a small header (a description of the message, encoded by the layer ab
 
     preamble   4 bytes magic, u32 length of the header, u32 number of buffers
     lengths    one u64 for each buffer
-    header     as many bytes as the preamble says
-    buffers    one after the other, without padding
+    header     the number of bytes given in the preamble
+    buffers    one after another, without padding
 
 Every length is checked against a limit before memory is allocated for it: the preamble bounds the table of lengths
 and the header, and the sum of the lengths is checked before the first buffer is allocated. A header that claims 4 GB
-costs twelve bytes.
+costs only the twelve bytes of the preamble.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Buffer = bytes | bytearray | memoryview | np.ndarray[Any, Any]
 """Contiguous memory that can be sent as raw bytes without a copy."""
 
 MAGIC = b"PXF\x01"
-"""First bytes of every frame; the last one is the version of this format."""
+"""First bytes of every frame; the last byte is the version of this format."""
 
 MAX_HEADER_BYTES = 1 << 23
-"""8 MiB: headers describe, buffers carry the data. A model with 10,000 variables and its optimizer take a
+"""8 MiB: headers describe, buffers carry the data. A model with 10,000 variables and its optimizer use a
 quarter of it."""
 
 MAX_BUFFERS = 1 << 16
-"""65,536 buffers: more than any model has variables, while their table of lengths takes only 512 KiB."""
+"""65,536 buffers: more than the variables of any model, and their table of lengths takes only 512 KiB."""
 
 MAX_PAYLOAD_BYTES = 1 << 36
-"""64 GiB over all buffers of a frame: more than any message carries, and less than overflows. Pass a smaller
+"""64 GiB over all buffers of a frame: more than any message carries, and too small to overflow. Pass a smaller
 `FrameReader(max_payload_bytes=...)` where a smaller bound is known."""
 
 _PREAMBLE = struct.Struct("!4sII")
@@ -54,7 +54,7 @@ class Frame:
 
 
 def byte_view(buffer: Buffer) -> memoryview:
-    """The bytes of a contiguous buffer as a flat view, without a copy.
+    """Return the bytes of a contiguous buffer as a flat view, without a copy.
 
     Raises: ValueError if the memory is not contiguous: the caller must copy it first.
     """
@@ -64,7 +64,7 @@ def byte_view(buffer: Buffer) -> memoryview:
                 f"cannot send an array of shape {buffer.shape} with strides {buffer.strides} without a copy: "
                 f"it is not contiguous. Pass numpy.ascontiguousarray(array)."
             )
-        # Through uint8, because NumPy exports no buffer of bfloat16 and memoryview cannot cast empty shapes.
+        # Via uint8, because NumPy exports no buffer of bfloat16, and memoryview cannot cast empty shapes.
         return buffer.reshape(-1).view(np.uint8).data
     view = memoryview(buffer)
     if view.nbytes == 0:
@@ -75,9 +75,9 @@ def byte_view(buffer: Buffer) -> memoryview:
 
 
 def encode_frame(header: bytes, buffers: Sequence[Buffer] = ()) -> list[memoryview]:
-    """The pieces of one frame in sending order; the buffers are not copied. Empty pieces are left out.
+    """Return the pieces of one frame in sending order. Buffers are not copied; empty pieces are left out.
 
-    Raises: FrameError if the frame exceeds a limit, so that the sender learns of it and not the receiver.
+    Raises: FrameError if the frame exceeds a limit, so that the sender fails and not the receiver.
     """
     views = [byte_view(buffer) for buffer in buffers]
     lengths = [view.nbytes for view in views]
@@ -103,7 +103,7 @@ class FrameReader:
     After a FrameError the position in the stream is lost, and the reader must not be used again.
 
     Args:
-        max_payload_bytes: largest sum of buffer sizes that is accepted.
+        max_payload_bytes: Largest accepted sum of buffer sizes.
     """
 
     def __init__(self, *, max_payload_bytes: int = MAX_PAYLOAD_BYTES):
@@ -111,8 +111,8 @@ class FrameReader:
         self._start()
 
     def _start(self) -> None:
-        self._header: bytes | None = None  # None until it and the table of lengths have arrived
-        self._header_length = -1  # until the preamble has arrived
+        self._header: bytes | None = None  # None until the header and the table of lengths have arrived
+        self._header_length = -1  # -1 until the preamble has arrived
         self._lengths: tuple[int, ...] = ()
         self._buffers: list[memoryview] = []
         self._target = memoryview(bytearray(_PREAMBLE.size))
@@ -124,17 +124,17 @@ class FrameReader:
         return self._header_length < 0 and self._position == 0
 
     def get_buffer(self) -> memoryview:
-        """Where to write the next bytes; never empty."""
+        """Return the memory for the next bytes; never empty."""
         return self._target[self._position :]
 
     def buffer_updated(self, count: int) -> Frame | None:
         """Account for `count` bytes that were written to `get_buffer()`.
 
-        Returns: the frame if these bytes completed it, else None.
+        Returns: The frame if these bytes completed it, else None.
         Raises: FrameError if this is not a frame, or exceeds a limit.
         """
         self._position += count
-        # A loop, because the next part may be empty and so complete at once: no header, or a buffer without bytes.
+        # A loop, because the next part may be empty and so complete at once: an empty header or an empty buffer.
         while self._position == self._target.nbytes:
             frame = self._advance()
             if frame is not None:
@@ -153,7 +153,7 @@ class FrameReader:
                 )
             _check_limits(header_length, buffer_count, what="announced")
             self._header_length = header_length
-            self._lengths = (0,) * buffer_count  # only their number counts until the table has arrived
+            self._lengths = (0,) * buffer_count  # only their number matters until the table has arrived
             self._open(memoryview(bytearray(buffer_count * _LENGTH_BYTES + header_length)))
         elif self._header is None:
             table_bytes = len(self._lengths) * _LENGTH_BYTES
@@ -170,8 +170,8 @@ class FrameReader:
 
     def _open_next_buffer(self) -> None:
         if len(self._buffers) < len(self._lengths):
-            # numpy.empty, because a bytearray would first be filled with zeros: a pass over all of the memory. So pages
-            # are taken as their bytes arrive, and not for what is only announced.
+            # numpy.empty, because a bytearray would first be filled with zeros, a pass over all of the memory. This
+            # way, pages are allocated as their bytes arrive, and not for bytes that are only announced.
             length = self._lengths[len(self._buffers)]
             try:
                 self._open(np.empty(length, np.uint8).data)

@@ -5,16 +5,16 @@
     dialer    -> listener   32 bytes proof
     listener  -> dialer     32 bytes proof
 
-All messages have a fixed length, so nothing that a stranger sends is interpreted or allocated for. The dialer proves
-first: a connection without the secret gets nothing but random numbers.
+All messages have a fixed length, so nothing that a stranger sends is interpreted or causes an allocation. The dialer
+proves first: a connection without the secret receives only random numbers.
 
-The proofs and the keys of the connection (`phalanx.transport.encryption`) are derived from the secret, from the
-Diffie-Hellman agreement of the two ephemeral keys, and from both openings. So they are of no use in another connection,
-in the other direction or after a change to either opening, and who learns the secret later cannot read what was
-recorded before. Each end wishes for encryption or does not; the connection is encrypted if either does.
+The proofs and the keys of the connection (`phalanx.transport.encryption`) are derived from the secret, the
+Diffie-Hellman agreement of the two ephemeral keys, and both openings. They are therefore useless in another connection,
+in the other direction, or after a change to either opening, and anyone who obtains the secret later cannot read earlier
+recordings. Each end may request encryption; the connection is encrypted if either does.
 
 Then each end sends one frame, `Hello` and `Welcome`, under these keys, and the link goes to the service of its purpose.
-The Hello names both tasks: a proof that is relayed to another task than the dialer meant opens no service there.
+The Hello names both tasks: a proof that is relayed to a different task than the dialer meant opens no service there.
 
 Source: the PSK mode with ephemeral keys of TLS 1.3 (RFC 8446, 2.2 and 4.2.9), with X25519 (RFC 7748) and HKDF-SHA256
 (RFC 5869), without the salting that protects passwords chosen by people: secrets here are random.
@@ -57,15 +57,15 @@ class WrongSecretError(HandshakeError):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """The first frame of a connection: the dialling task and its purpose.
+    """The first frame of a connection: the dialing task and its purpose.
 
     Attributes:
-        purpose: names the service that gets the link, for example `mesh`.
-        task: the dialling task, for example `worker/1`.
-        peer: the task that it means to reach; others refuse.
-        job: the dialer's job; tasks of another job are refused.
-        incarnation: random, one for each process, to distinguish two processes of one task.
-        details: data of the purpose, in its own encoding.
+        purpose: Name of the service that gets the link, for example `mesh`.
+        task: Dialing task, for example `worker/1`.
+        peer: Task that the dialer means to reach; other tasks refuse.
+        job: Job of the dialer; tasks of another job are refused.
+        incarnation: Random ID of each process, to distinguish processes of one task.
+        details: Data of the purpose, in its own encoding.
     """
 
     purpose: str
@@ -77,12 +77,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a Hello: empty `refusal` if the link is accepted.
+    """The answer to a Hello; `refusal` is empty if the link is accepted.
 
     Attributes:
-        refusal: the kind of refusal, a constant that both ends of the purpose know.
-        reason: an explanation for people.
-        details: data of the purpose, in its own encoding.
+        refusal: Kind of refusal, a constant shared by both ends of the purpose.
+        reason: Human-readable explanation.
+        details: Data of the purpose, in its own encoding.
     """
 
     refusal: str = ""
@@ -97,12 +97,12 @@ class Handshake:
     them to `receive_data()`, until `done`.
 
     Args:
-        role: which end this is.
-        secret: the job's secret; None is proved like any other secret, and encrypts nothing.
+        role: Role of this end.
+        secret: The job's secret. None is proved like any other secret, but encrypts nothing.
         encrypt: Whether this end asks for encryption.
 
     Attributes:
-        done: whether the other end has proved the secret.
+        done: Whether the other end has proved the secret.
         keys: Keys of the connection, once `done`; None if it is not encrypted.
     """
 
@@ -110,23 +110,23 @@ class Handshake:
         self._role = role
         self._secret = secret or b""
         self._key = X25519PrivateKey.generate()
-        # The proofs cover both wishes, so no one on the way can talk the two ends out of encryption.
+        # The proofs cover the requests of both ends, so no one in between can make them drop encryption.
         wishes = _ENCRYPT if encrypt and secret else _NO_WISHES
         self._opening = MAGIC + bytes([wishes]) + self._key.public_key().public_bytes_raw()
         self._incoming = b""  # the beginning of the message that is being received
         self._outgoing = self._opening if role is Role.DIALER else b""
-        self._proofs: tuple[bytes, bytes] | None = None  # this end's and the other's, once its opening has arrived
+        self._proofs: tuple[bytes, bytes] | None = None  # of this end and the other, once its opening has arrived
         self._agreed: SessionKeys | None = None
         self.done = False
         self.keys: SessionKeys | None = None
 
     def data_to_send(self) -> bytes:
-        """Bytes to send now; each byte is returned once."""
+        """Return the bytes to send now. Each byte is returned once."""
         data, self._outgoing = self._outgoing, b""
         return data
 
     def bytes_needed(self) -> int:
-        """How many bytes the current message still needs; 0 when the handshake is done."""
+        """Return how many bytes the current message still needs; 0 when the handshake is done."""
         if self.done:
             return 0
         return (PROOF_BYTES if self._proofs else OPENING_BYTES) - len(self._incoming)
@@ -140,13 +140,13 @@ class Handshake:
         """Process bytes from the other end, at most `bytes_needed()`.
 
         Raises:
-            WrongSecretError: it does not know the secret.
-            HandshakeError: it does not speak this version of this protocol.
+            WrongSecretError: The other end does not know the secret.
+            HandshakeError: The other end does not speak this version of this protocol.
         """
         assert len(data) <= self.bytes_needed()
         self._incoming += data
         if self._proofs is None:
-            # Before it is complete: many strangers send less than an opening, and would stay until the deadline.
+            # Checked before it is complete: many strangers send less than an opening and would stay until the deadline.
             check_opening(self._incoming)
         if self.bytes_needed():
             return
@@ -161,21 +161,21 @@ class Handshake:
                 "it has another secret: PHALANX_SECRET differs, or is set at only one of the two ends"
             )
         if self._role is Role.LISTENER:
-            self._outgoing += own  # not before: a dialer without the secret gets nothing that depends on it
+            self._outgoing += own  # only now: a dialer without the secret gets nothing that depends on it
         self.done, self.keys = True, self._agreed
 
     def _agree(self, other: bytes) -> tuple[bytes, bytes]:
-        """Derive proofs and keys, now that both openings are known; returns this end's proof and the other's.
+        """Derive proofs and keys, now that both openings are known. Return this end's proof and the other's.
 
-        Raises: HandshakeError for a public key with which no secret can be agreed on.
+        Raises: HandshakeError for a public key that allows no agreement on a secret.
         """
         try:
             agreed = self._key.exchange(X25519PublicKey.from_public_bytes(other[-PUBLIC_KEY_BYTES:]))
         except ValueError as error:
             raise HandshakeError("its public key is invalid") from error
         is_dialer = self._role is Role.DIALER
-        # Both ends must derive the same: the dialer's opening comes first. The salt is the key of HKDF's extraction, so
-        # that nothing follows from the agreement alone.
+        # Both ends must derive the same values: the dialer's opening comes first. The salt is the key of HKDF's
+        # extraction, so that nothing can be derived from the agreement alone.
         openings = (self._opening, other) if is_dialer else (other, self._opening)
         length = 2 * (PROOF_BYTES + KEY_BYTES)  # four values of 32 bytes each
         derived = HKDF(SHA256(), length, salt=self._secret or None, info=b"".join(openings)).derive(agreed)

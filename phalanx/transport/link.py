@@ -7,14 +7,12 @@ long as raw bytes do not interrupt a frame.
 
 How a dead peer is detected:
 
-- The peer's *process* dies: its kernel closes the connection, and the next call here raises
-  `LinkClosedError`.
-- The peer's *host* dies (power, cable): nothing is closed. TCP keep-alive detects it on an idle connection
-  after 25 s (`tcp_state`). A connection
-  with bytes in flight sends no keep-alive, and the kernel gives up only after about 15 minutes; `check_alive`
-  detects it after `SILENT_HOST_S`. TCP_USER_TIMEOUT was rejected: Linux applies it also to a peer whose host
-  answers, but whose process does not read for a while (it compiles, it is stopped, it holds the interpreter
-  lock). A slow peer must cause a timeout that says so, and must not count as dead.
+- The peer's *process* dies: its kernel closes the connection, and the next call here raises `LinkClosedError`.
+- The peer's *host* dies (power, cable): nothing is closed. On an idle connection, TCP keep-alive detects this after
+  25 s (`tcp_state`). A connection with bytes in flight sends no keep-alive, and the kernel gives up only after about 15
+  minutes; `check_alive` detects the dead host after `SILENT_HOST_S`. TCP_USER_TIMEOUT was rejected: Linux also applies
+  it to a peer whose host answers, but whose process does not read for a while (it compiles, is stopped, or holds the
+  interpreter lock). A slow peer must cause a timeout that says so, and must not count as dead.
 """
 
 from __future__ import annotations
@@ -40,15 +38,15 @@ ALIVE_CHECK_INTERVAL_S = 5.0
 """How often a waiting call checks its connection."""
 
 DELIVERY_TIMEOUT_S = 30.0
-"""How long a leaving process waits until the other hosts have received its bytes: packets may be lost repeatedly."""
+"""How long a leaving process waits until the other hosts have received its bytes. Packets may be lost repeatedly."""
 
 
 class Link:
     """One end of a connection. One thread at a time may send and one may receive; any may close.
 
     Args:
-        sock: a connected stream socket; the link closes it.
-        peer: the name of the other end, for messages, for example `worker/1`.
+        sock: Connected stream socket; the link closes it.
+        peer: Name of the other end, for messages, for example `worker/1`.
     """
 
     def __init__(self, sock: socket.socket, peer: str):
@@ -73,35 +71,35 @@ class Link:
         return self._wire.is_encrypted
 
     def encrypt(self, keys: SessionKeys) -> None:
-        """Encrypt all that is sent from now on, and expect it of all that arrives. Nothing may be on its way."""
+        """Encrypt all further bytes, and expect encrypted bytes. No bytes may be in flight."""
         self._wire = EncryptedWire(self._sock, keys)
 
     def fileno(self) -> int:
-        """The descriptor to wait on with select or poll; -1 after `close`.
+        """Return the descriptor to wait on with select or poll; -1 after `close`.
 
-        With encryption, bytes may be waiting inside the link while the descriptor is not readable: call
-        `try_receive_into` until it returns 0, and only then wait.
+        With encryption, the link may hold bytes while the descriptor is not readable: call `try_receive_into` until it
+        returns 0, and only then wait.
         """
         return self._sock.fileno()
 
     # ------------------------------------------------------------------ frames
 
     def send(self, header: bytes, buffers: Sequence[Buffer] = (), *, deadline: float) -> None:
-        """Send one frame; returns when the kernel has accepted all of it.
+        """Send one frame, and return when the kernel has accepted all of it.
 
-        The buffers are not copied: they must not change before this returns. If both ends send frames larger than
-        the sockets' buffers at the same time, both wait until the deadline: let one end receive first.
+        The buffers are not copied, so they must not change until this returns. If both ends send frames larger than the
+        sockets' buffers at the same time, both wait until the deadline: one end must receive first.
 
         Args:
-            header: the description of the message, at most `MAX_HEADER_BYTES`.
-            buffers: contiguous memory to send after it.
-            deadline: when to give up, a value of `time.monotonic()`.
+            header: Description of the message, at most `MAX_HEADER_BYTES`.
+            buffers: Contiguous memory to send after the header.
+            deadline: Time at which to give up, by `time.monotonic()`.
 
         Raises:
-            LinkClosedError: the peer is gone.
-            LinkTimeoutError: the peer did not read. If part of the frame was sent, the link is closed, since
-                nothing can follow half a frame.
-            FrameError: the frame exceeds a limit; nothing was sent.
+            LinkClosedError: The peer is gone.
+            LinkTimeoutError: The peer did not read. If part of the frame was sent, the link is closed, because nothing
+                can follow an incomplete frame.
+            FrameError: The frame exceeds a limit; nothing was sent.
         """
         self.send_bytes(encode_frame(header, buffers), deadline=deadline)
 
@@ -109,9 +107,9 @@ class Link:
         """Receive one frame: its header and its buffers, which the caller owns.
 
         Raises:
-            LinkClosedError: the peer is gone.
-            LinkTimeoutError: no complete frame arrived in time. Its first part is kept; call `receive` again.
-            FrameError: the bytes are not a frame; the link is closed.
+            LinkClosedError: The peer is gone.
+            LinkTimeoutError: No complete frame arrived in time. Its first part is kept; call `receive` again.
+            FrameError: The bytes are not a frame; the link is closed.
         """
         reader = self._reader
         while True:
@@ -120,7 +118,7 @@ class Link:
                 try:
                     frame = reader.buffer_updated(count)
                 except FrameError as error:
-                    self.close()  # where the next frame begins is unknown
+                    self.close()  # the start of the next frame is unknown
                     raise FrameError(f"from {self.peer}: {error}") from error
                 if frame is not None:
                     return frame.header, frame.buffers
@@ -131,7 +129,7 @@ class Link:
     # --------------------------------------------------------------- raw bytes
 
     def send_bytes(self, pieces: Sequence[memoryview], *, deadline: float) -> None:
-        """Send all bytes of `pieces` without a frame; otherwise as `send`."""
+        """Send all bytes of `pieces` without a frame; otherwise like `send`."""
         total = remaining = sum(piece.nbytes for piece in pieces)
         while remaining:
             count = self.try_send(pieces)
@@ -139,19 +137,19 @@ class Link:
                 remaining -= count
                 pieces = skip_bytes(pieces, count)
             elif not self._wait(self._wire.send_waits_for, deadline):
-                # Only the rest of what has begun could follow, also if it was merely sealed.
+                # Only the rest of these bytes could follow, even if they were only sealed.
                 if remaining < total or self._wire.is_in_record:
                     self.close()
                 raise self._late(f"did not read: {total - remaining} of {total} bytes were sent before the deadline")
 
     def wait_readable(self, *, deadline: float) -> bool:
-        """Wait until `try_receive_into`, which returned 0, may have more bytes; False at the deadline."""
+        """Wait until `try_receive_into`, after it returned 0, may have more bytes. Return False at the deadline."""
         return self._wait(self._wire.receive_waits_for, deadline)
 
     def try_send(self, buffers: Sequence[memoryview]) -> int:
         """Send what the kernel accepts without blocking.
 
-        Returns: the number of bytes sent, counted over the buffers in order; 0 if it would block. Then offer the
+        Returns: Number of bytes sent, counted over the buffers in order; 0 if it would block. In that case, offer the
             same bytes again later, as encryption requires: some may have been sealed already.
         Raises: LinkClosedError if the peer is gone.
         """
@@ -163,7 +161,7 @@ class Link:
     def try_receive_into(self, buffer: memoryview) -> int:
         """Read available bytes, up to the size of `buffer`.
 
-        Returns: the number of bytes read; 0 if it would block.
+        Returns: Number of bytes read; 0 if it would block.
         Raises: LinkClosedError if the peer has closed the connection or is dead.
         """
         if not buffer.nbytes:
@@ -187,7 +185,7 @@ class Link:
         """Check with the kernel that the peer's host still answers. Cheap; call it every few seconds while waiting.
 
         Raises: LinkClosedError if bytes are in flight and the peer's host has not acknowledged any for
-            `SILENT_HOST_S` (see the top of this file). Only Linux TCP reports that; elsewhere this does nothing.
+            `SILENT_HOST_S` (see the top of this file). Only Linux TCP reports this; elsewhere, this does nothing.
         """
         silence_s = 0.0 if self._closed else tcp_state.host_silence_s(self._sock)
         if silence_s >= SILENT_HOST_S:
@@ -197,7 +195,7 @@ class Link:
             )
 
     def peer_closed(self) -> bool:
-        """Whether the peer has closed its end, as far as is known; bytes that it sent before may still be readable."""
+        """Whether the peer is known to have closed its end. Bytes that it sent before may still be readable."""
         if self._closed:
             return True
         poller = select.poll()
@@ -208,26 +206,26 @@ class Link:
         return bool(poller.poll(0))
 
     def unacknowledged_bytes(self) -> int:
-        """How many sent bytes the peer's host has not received yet; 0 if the connection is broken. Only Linux TCP
-        reports that; elsewhere this is 0."""
+        """Number of sent bytes that the peer's host has not received yet; 0 if the connection is broken. Only Linux TCP
+        reports this; elsewhere, this is 0."""
         return 0 if self._closed else tcp_state.unacknowledged_bytes(self._sock)
 
     def finish(self) -> None:
         """Signal the end of the stream to the peer; receiving continues."""
-        # Here and in `close` not by SSLSocket.shutdown, which drops the TLS state that another thread may be using.
+        # Here and in `close`, not SSLSocket.shutdown, which drops the TLS state that another thread may be using.
         with contextlib.suppress(OSError):  # the peer may be gone already
             socket.socket.shutdown(self._sock, socket.SHUT_WR)
 
     def close(self) -> None:
         """Close the connection; safe to call twice and from any thread. Waiting calls raise LinkClosedError."""
         self._closed = True  # first, so that a call that fails in another thread knows why
-        # shutdown, since close alone does not wake a thread that waits for this socket.
+        # shutdown, because close alone does not wake a thread that waits for this socket.
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
         self._sock.close()
 
     def _wait(self, events: int, deadline: float) -> bool:
-        """Wait until the socket is ready; False at the deadline."""
+        """Wait until the socket is ready. Return False at the deadline."""
         poller = select.poll()
         try:
             poller.register(self._sock, events)
@@ -237,11 +235,11 @@ class Link:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 return False
-            # Not until the deadline at once: a silent host makes no event.
+            # Not until the deadline in one call: a silent host causes no event.
             if poller.poll(1000 * min(remaining_s, ALIVE_CHECK_INTERVAL_S) + 1):
                 return True
             self.check_alive()
-            if self._closed:  # by another thread, between two polls: the number may be another file's by now
+            if self._closed:  # by another thread, between two polls: the descriptor may belong to another file now
                 raise self._gone(OSError(errno.EBADF, "closed"))
 
     def _late(self, what: str) -> LinkTimeoutError:
@@ -261,7 +259,7 @@ class Link:
 def wait_until_delivered(links: Collection[Link], at_most_s: float = DELIVERY_TIMEOUT_S) -> None:
     """Return when the peers' hosts have received all bytes sent over these links, or at the timeout.
 
-    If a process closes its end while bytes are on the way and the peer sends something meanwhile, those bytes can be
+    If a process closes its end while bytes are in flight and the peer sends something meanwhile, those bytes can be
     lost: the kernel answers with a reset (RFC 1122, 4.2.2.13) and no longer retransmits.
     """
     until, wait_s = time.monotonic() + at_most_s, 1e-4

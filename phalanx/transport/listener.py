@@ -1,6 +1,6 @@
 """The one port of a task: accepts connections and hands authenticated links to the service of their purpose.
 
-One thread does all of it, with a selector, for the whole life of the task. `pending_connections` takes each connection
+One thread with a selector does all of this for the lifetime of the task. `pending_connections` takes each connection
 through the handshake.
 """
 
@@ -27,9 +27,9 @@ from phalanx.transport.pending_connections import Arrival, ArrivalQueue, Refusal
 logger = logging.getLogger(__name__)
 
 WELCOME_TIMEOUT_S = 2.0
-"""To send the answer, a few hundred bytes into an empty buffer: instant unless the peer is gone."""
+"""To send the answer, a few hundred bytes into an empty buffer. Immediate unless the peer is gone."""
 OUT_OF_DESCRIPTORS_PAUSE_S = 0.1
-"""Pause of accepting when the process has no descriptor left; without it the loop would spin."""
+"""Pause in accepting when the process has no descriptor left. Without it, the loop would spin."""
 MAX_ACCEPTS = 64
 """Connections accepted in one turn, so that a flood of new ones does not starve those in the handshake."""
 
@@ -38,16 +38,16 @@ UNAVAILABLE = "unavailable"
 OTHER_JOB = "other job"
 """Refusal: the port belongs to another job."""
 OTHER_TASK = "other task"
-"""Refusal: the port belongs to another task than the one that was meant."""
+"""Refusal: the port belongs to a different task than the dialer meant."""
 
 
 class Service(Protocol):
-    """Serves one purpose. Both methods run in the listener's thread and must not block, unless it was registered as one
-    that may. In the listener's thread no other Hello is answered between the two, so what `admit` has found still holds
-    in `adopt`."""
+    """Serves one purpose. Both methods run in the listener's thread and must not block, unless the service was
+    registered with `blocks`. In the listener's thread, no other Hello is answered between the two, so what `admit` has
+    found still holds in `adopt`."""
 
     def admit(self, hello: Hello) -> Welcome:
-        """The answer to a Hello of a peer that knows the secret."""
+        """Return the answer to a Hello from a peer that knows the secret."""
         ...
 
     def adopt(self, hello: Hello, link: Link) -> None:
@@ -59,10 +59,10 @@ class Listener:
     """Owns the listening sockets of a task and the thread that accepts from them.
 
     Args:
-        sockets: listening sockets, see `open_listening_sockets`; the listener closes them.
-        task: the task that listens. Peers that mean another one are refused.
-        credentials: the secret that peers must know, and how connections are encrypted.
-        job: the job that peers must belong to.
+        sockets: Listening sockets (see `open_listening_sockets`); the listener closes them.
+        task: Task that listens. Peers that mean a different task are refused.
+        credentials: Secret that peers must know, and how connections are encrypted.
+        job: Job that peers must belong to.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Listener:
         self._sockets = sockets
         self._job = job
         self._lock = threading.Lock()  # protects _services and _is_stopping
-        self._services: dict[str, tuple[Service, bool]] = {}  # and whether it may block
+        self._services: dict[str, tuple[Service, bool]] = {}  # by purpose: the service, and whether it may block
         self._is_stopping = False
-        # The rest belongs to the thread.
+        # Only the thread uses the rest.
         self._refusals = RefusalLog(task, self.port)
         self._selector = selectors.DefaultSelector()
         self._arrivals = ArrivalQueue(self._selector, credentials, self._refusals, self._answer)
@@ -105,10 +105,12 @@ class Listener:
         self._thread.start()
 
     def register(self, purpose: str, service: Service, *, blocks: bool = False) -> None:
-        """Serve a purpose from now on, instead of the service it had before.
+        """Set the service of a purpose, and replace its previous one.
 
         Args:
-            blocks: whether the service may block; it then runs in a thread for each peer.
+            purpose: Purpose to serve.
+            service: Service of the purpose.
+            blocks: Whether the service may block; it then runs in a separate thread for each peer.
         """
         with self._lock:
             self._services[purpose] = service, blocks
@@ -119,7 +121,7 @@ class Listener:
             self._services.pop(purpose, None)
 
     def refusal_summary(self) -> str:
-        """Which hosts were refused so far and why, for error messages; empty without refusals."""
+        """Describe which hosts were refused so far and why, for error messages; empty without refusals."""
         return self._refusals.summary()
 
     def close(self) -> None:
@@ -132,7 +134,7 @@ class Listener:
             self._wakeup_sender.send(b"\0")
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()  # no service blocks it
-        else:  # not started yet, or ended
+        else:  # not started, or already ended
             self._release()
 
     # ------------------------------------------------------- the listener's thread
@@ -178,14 +180,14 @@ class Listener:
             except BlockingIOError:
                 return
             except ConnectionError:
-                continue  # gone before it was accepted
+                continue  # closed before it was accepted
             except OSError as error:
                 self._pause_accepting(error)
                 return
             self._arrivals.add(connection, endpoint)
 
     def _pause_accepting(self, error: OSError) -> None:
-        """The process or the system is out of descriptors or memory: make room and try again in a moment."""
+        """Drop a pending connection, and pause: the process or the system is out of descriptors or memory."""
         if self._resume_accepting_at is not None:
             return
         if self._refusals.may_log():
@@ -217,7 +219,7 @@ class Listener:
                 welcome = Welcome(refusal=UNAVAILABLE, reason=reason)
             else:
                 welcome = service.admit(hello)
-            # Before `adopt`: afterwards threads of the service may send on this link, and one at a time is allowed.
+            # Before `adopt`: afterward, threads of the service may send on this link, and only one may send at a time.
             link.send(msgspec.msgpack.encode(welcome), deadline=time.monotonic() + WELCOME_TIMEOUT_S)
             if welcome.refusal or service is None:
                 logger.info("%s refused %s (%s): %s", self.task, hello.task, hello.purpose, welcome.reason)
@@ -228,7 +230,7 @@ class Listener:
             logger.info("%s left before it was answered: %s", hello.task, error)
             link.close()
         except Exception:
-            # A defect in a service must not take down the port with it.
+            # A defect in a service must not take down the port.
             logger.exception("%s could not serve %s (%s)", self.task, hello.task, hello.purpose)
             link.close()
 
@@ -237,9 +239,9 @@ _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
 def _close_inherited_listeners() -> None:
-    """In a forked child: release the port, which would stay taken for as long as the child lives."""
-    # The hook of `transport.link` has run before, because this module imports it and so registers later. It has closed
-    # the child's copies of the pending links, so `_release` does not shut down the connections, which are the parent's.
+    """In a forked child: release the port, which would otherwise stay taken as long as the child lives."""
+    # The hook of `transport.link` has already run, because this module imports it and so registers later. It has closed
+    # the child's copies of the pending links, so `_release` does not shut down the parent's connections.
     for listener in list(_listeners):
         listener._is_stopping = True
         listener._release()

@@ -1,4 +1,4 @@
-"""Addresses of host names, within a bound. The C library has none: it waits for a name server that does not answer."""
+"""Resolves host names with a timeout. The C library has none: it waits for a name server that does not answer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from phalanx.transport.address import Address
 T = TypeVar("T")
 
 RESOLVE_S = 10.0
-"""Long enough for a first name server that does not answer and a second one that does."""
+"""Long enough for one name server that does not answer and a second one that does."""
 
 
 def resolve(address: Address, within_s: float | None = None) -> list[Any]:
-    """What `socket.getaddrinfo` returns for an address.
+    """Return the result of `socket.getaddrinfo` for an address.
 
-    Raises: OSError, UnicodeError as `getaddrinfo`; TimeoutError.
+    Raises: OSError, UnicodeError as for `getaddrinfo`; TimeoutError.
     """
     if address.is_ip:
         return socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
@@ -28,9 +28,9 @@ def resolve(address: Address, within_s: float | None = None) -> list[Any]:
 
 
 def look_up(function: Callable[[], T], within_s: float | None = None) -> T:
-    """The result of a function that may ask a name server, in a thread: it cannot be interrupted.
+    """Call a function that may query a name server, in a thread, because it cannot be interrupted.
 
-    Raises: what the function raises; TimeoutError after so many seconds, `RESOLVE_S` by default.
+    Raises: Errors of the function; TimeoutError after `within_s` seconds, `RESOLVE_S` by default.
     """
     found: Future[T] = Future()
 
@@ -40,7 +40,7 @@ def look_up(function: Callable[[], T], within_s: float | None = None) -> T:
         except BaseException as error:
             found.set_exception(error)
 
-    # A daemon, because it may wait long after its result is of use, and must not keep the process alive.
+    # A daemon thread: it may wait long after its result is useful, and must not keep the process alive.
     threading.Thread(target=run, name="phalanx-name-resolution", daemon=True).start()
     try:
         return found.result(RESOLVE_S if within_s is None else within_s)

@@ -1,11 +1,12 @@
 """Connections between accept and `Hello`: each proves the secret within a deadline, or is refused.
 
 A connection that has not proved itself costs one descriptor and a few hundred bytes. It must complete the handshake
-within `HANDSHAKE_TIMEOUT_S`. When more than `MAX_ARRIVALS` are pending, one of the sources with the most of them is
-dropped, so no source can take the places of others: an IPv4 address, or the IPv6 addresses of one network of 64 bits,
-all of which one host may use. Which connection is left to chance, also among sources that have as many: under a flood a
-member, which needs milliseconds, is hit rarely, and dials again; the oldest would be a member that is about to finish,
-as often as not. Silent connections, port scanners and crowds of members that start at once keep no member out.
+within `HANDSHAKE_TIMEOUT_S`. When more than `MAX_ARRIVALS` are pending, a connection of the source with the most of
+them is dropped, so no source can displace others. A source is an IPv4 address, or the IPv6 addresses of a 64-bit
+network, all of which one host may use. The connection is chosen at random, also among sources with equally many. Under
+a flood, a member, which needs milliseconds, is rarely hit and dials again; the oldest connection would often be a
+member that is about to finish. Silent connections, port scanners and crowds of members that start at once keep no
+member out.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from phalanx.transport.link import Link
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 10.0
-"""From accept to Hello. Four round trips, which take under 2 s even at a latency of 400 ms."""
+"""Time from accept to Hello: four round trips, which take less than 2 s even at a latency of 400 ms."""
 MAX_ARRIVALS = 256
-"""Connections in the handshake at one time."""
+"""Maximum number of connections in the handshake at one time."""
 REFUSALS_PER_MINUTE = 20
-"""Log lines for refused connections. Further refusals are counted and reported with the next line."""
+"""Maximum log lines for refused connections. Further refusals are counted and reported with the next line."""
 MAX_REASONS = 1000
-"""Distinct refusals that are counted. Reasons quote what a stranger sent, so strangers could exhaust the memory."""
+"""Distinct refusals that are counted. Reasons quote what a stranger sent, so strangers could fill the memory."""
 
 
 class Arrival:
-    """A connection on its way from accept to Hello.
+    """A connection between accept and Hello.
 
     Attributes:
-        source: see the top of this file.
-        is_silent: whether it has sent nothing yet.
+        source: Source of the connection; see the top of this file.
+        is_silent: Whether it has sent nothing yet.
     """
 
     def __init__(self, link: Link, handshake: Handshake, deadline: float):
@@ -58,15 +59,15 @@ class Arrival:
 
     @property
     def waits_for_us(self) -> bool:
-        """Whether it has spoken our protocol so far, and only waited for our answer."""
+        """Whether it has spoken our protocol so far and is only waiting for our answer."""
         return self._handshake.waits_for_proof
 
     def advance(self) -> Hello | None:
-        """Proceed as far as possible without waiting; returns the Hello once it has arrived.
+        """Proceed as far as possible without waiting. Return the Hello once it has arrived.
 
         Raises:
-            HandshakeError, FrameError: it is not a member of the job.
-            LinkClosedError: it is gone.
+            HandshakeError, FrameError: The peer is not a member of the job.
+            LinkClosedError: The peer is gone.
         """
         # Until nothing more can be read: TLS and encrypted records may hold bytes that the selector does not see.
         while True:
@@ -75,7 +76,7 @@ class Arrival:
             if data and self.link.try_send([memoryview(data)]) != len(data):
                 raise HandshakeError("it does not read")
             if self._handshake.done:
-                # The proof above was still sent as it is; the dialer encrypts from its Hello on.
+                # The proof above was sent unencrypted; the dialer encrypts from its Hello on.
                 if self._handshake.keys and not self.link.encrypted:
                     self.link.encrypt(self._handshake.keys)
                 target = self._reader.get_buffer()
@@ -92,7 +93,7 @@ class Arrival:
 
 
 def source_of(address: str) -> str:
-    """The source that an IP address counts as: itself, or its IPv6 network of 64 bits."""
+    """Source of an IP address: the address itself, or its 64-bit IPv6 network."""
     if ":" not in address:
         return address
     return str(ipaddress.IPv6Network((address.partition("%")[0], 64), strict=False))
@@ -102,10 +103,10 @@ class ArrivalQueue:
     """All pending connections of a listener, oldest first. Used by the listener's thread only.
 
     Args:
-        selector: gets every pending link, with its `Arrival` as data.
-        credentials: the secret that peers must prove to know, and how connections are encrypted.
-        refusals: records each refused connection.
-        on_hello: called with a link that has completed the handshake; owns the link from then on.
+        selector: Selector that gets every pending link, with its `Arrival` as data.
+        credentials: Secret that peers must prove, and how connections are encrypted.
+        refusals: Log of refused connections.
+        on_hello: Callback for a link that has completed the handshake; owns the link from then on.
     """
 
     def __init__(
@@ -126,13 +127,13 @@ class ArrivalQueue:
 
     @property
     def next_deadline(self) -> float | None:
-        """When the oldest connection must be done, by `time.monotonic()`; None without connections."""
-        # All have the same time, and a dict keeps their order: the first one is due first.
+        """Deadline of the oldest connection, by `time.monotonic()`; None without connections."""
+        # All have the same timeout, and a dict keeps their order: the first one is due first.
         return next(iter(self._arrivals)).deadline if self._arrivals else None
 
     def add(self, connection: socket.socket, endpoint: tuple[object, ...]) -> None:
-        """Begin the handshake with a connection that was just accepted."""
-        # A port for both kinds of IP shows IPv4 addresses as ::ffff:10.0.0.1.
+        """Begin the handshake of an accepted connection."""
+        # A dual-stack port shows IPv4 addresses as ::ffff:10.0.0.1.
         name = f"{str(endpoint[0]).removeprefix('::ffff:')}:{endpoint[1]}"
         tls = self._credentials.tls
         try:
@@ -142,20 +143,20 @@ class ArrivalQueue:
                 connection = tls.listener.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
             link = Link(connection, name)
         except OSError:
-            connection.close()  # gone already
+            connection.close()  # already closed
             return
         handshake = Handshake(Role.LISTENER, self._credentials.secret, encrypt=encrypt)
         arrival = Arrival(link, handshake, time.monotonic() + HANDSHAKE_TIMEOUT_S)
         self._arrivals[arrival] = None
-        # Never for writing, also with TLS: what this end sends before the Hello fits into the socket's empty buffer.
+        # Never for writing, even with TLS: what this end sends before the Hello fits into the socket's empty buffer.
         self._selector.register(link, selectors.EVENT_READ, arrival)
         if len(self._arrivals) > MAX_ARRIVALS:
-            self.drop_one("too many connected at once")  # perhaps this one, which `advance` then ignores
+            self.drop_one("too many connected at once")  # may be this one, which `advance` then ignores
         self.advance(arrival)
 
     def advance(self, arrival: Arrival) -> None:
         """Continue the handshake of a connection whose bytes have arrived."""
-        if arrival not in self._arrivals:  # dropped since the selector has reported it
+        if arrival not in self._arrivals:  # dropped after the selector reported it
             return
         try:
             hello = arrival.advance()
@@ -164,8 +165,8 @@ class ArrivalQueue:
         except (HandshakeError, FrameError) as error:
             self._refuse(arrival, str(error))
         except LinkClosedError as error:
-            # Health checks send nothing, and members may stop waiting while this process is still starting: neither
-            # deserves a line in the log, unless TLS failed.
+            # Health checks send nothing, and members may stop waiting while this process is starting. Neither is
+            # logged, unless TLS failed.
             is_harmless = (arrival.is_silent or arrival.waits_for_us) and not _is_tls_failure(error)
             self._refuse(
                 arrival, _describe_disconnect(error, tls=self._credentials.tls is not None), is_harmless=is_harmless
@@ -177,7 +178,7 @@ class ArrivalQueue:
                 self._on_hello(arrival.link, hello)
 
     def drop_one(self, reason: str) -> None:
-        """Refuse a connection of one of the sources that have the most, if there is any."""
+        """Refuse a connection of a source with the most connections, if there is any."""
         counts = Counter(arrival.source for arrival in self._arrivals)
         most = max(counts.values(), default=0)
         if chosen := [arrival for arrival in self._arrivals if counts[arrival.source] == most]:
@@ -190,7 +191,7 @@ class ArrivalQueue:
             self._refuse(next(iter(self._arrivals)), reason)
 
     def close(self) -> None:
-        """Close all pending connections, without a word."""
+        """Close all pending connections without an answer."""
         for arrival in self._arrivals:
             arrival.link.close()
         self._arrivals.clear()
@@ -210,9 +211,9 @@ class RefusalLog:
     """Counts refusals by host and reason, and logs a limited number of them.
 
     Args:
-        task: whose port refuses, for messages.
-        port: its number, for messages.
-        lines: log lines that `period_s` may have at most.
+        task: Task whose port refuses, for messages.
+        port: Port number, for messages.
+        lines: Maximum number of log lines per `period_s`.
     """
 
     def __init__(self, task: str, port: int, lines: int = REFUSALS_PER_MINUTE, period_s: float = 60.0):
@@ -225,7 +226,7 @@ class RefusalLog:
         self._suppressed = 0
 
     def record(self, peer: str, reason: str) -> None:
-        """Count a refusal of `peer`, an `address:port`, and log it unless there were too many."""
+        """Count a refusal of `peer` (`address:port`), and log it unless there were too many."""
         self.count(peer.rpartition(":")[0], reason)
         if self.may_log():
             logger.warning(
@@ -243,7 +244,7 @@ class RefusalLog:
             self._counts[host, reason] += 1
 
     def may_log(self, now: float | None = None) -> bool:
-        """Whether one more line is allowed, which counts as logged if so."""
+        """Return whether one more line is allowed; if so, it counts as logged."""
         now = time.monotonic() if now is None else now
         self._logged_at = [when for when in self._logged_at if when > now - self._period_s]
         if len(self._logged_at) >= self._lines:
@@ -253,12 +254,12 @@ class RefusalLog:
         return True
 
     def take_suppressed(self) -> str:
-        """A note on the lines omitted since the last one; empty if none were."""
+        """Return a note on the lines omitted since the last one; empty if there were none."""
         count, self._suppressed = self._suppressed, 0
         return f" ({count} more were refused since the last such line.)" if count else ""
 
     def summary(self, most: int = 3) -> str:
-        """The most frequent refusals in one line; empty without refusals. May be called from any thread."""
+        """Return the most frequent refusals in one line; empty without refusals. May be called from any thread."""
         counts = self._counts.copy()
         return "; ".join(
             f"{host} ({number} times: {reason})" if number > 1 else f"{host} ({reason})"
@@ -267,12 +268,12 @@ class RefusalLog:
 
 
 def _is_tls_failure(error: LinkClosedError) -> bool:
-    """Whether the two ends talked, but could not agree on TLS."""
+    """Whether the two ends communicated but could not agree on TLS."""
     return isinstance(error.__cause__, ssl.SSLError) and not isinstance(error.__cause__, ssl.SSLEOFError)
 
 
 def _describe_disconnect(error: LinkClosedError, *, tls: bool) -> str:
-    """Why a connection broke during the handshake; with TLS the likeliest cause is that the peer has none."""
+    """Describe why a connection broke during the handshake. With TLS, the likeliest cause is that the peer lacks it."""
     text = str(error.__cause__ or error)
     if not tls:
         return "it hung up in the middle of the handshake"

@@ -1,4 +1,4 @@
-"""Opens the listening sockets of a task, or takes over those that its launcher opened."""
+"""Opens the listening sockets of a task, or takes over the socket that its launcher opened."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.transport.name_resolution import resolve
 logger = logging.getLogger(__name__)
 
 BACKLOG = 1024
-"""Connections that the kernel queues while the listener's thread does not run: all tasks of a large job at once."""
+"""Connections that the kernel queues while the listener's thread is not running: all tasks of a large job at once."""
 
 NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENOPROTOOPT)
 """This host has no address of the family: `::1` is in /etc/hosts even where IPv6 is disabled."""
@@ -29,7 +29,7 @@ class PortTakenError(ConfigurationError):
 
 
 _inherited_sockets: dict[int, int] = {}
-"""Inodes by descriptor of the launcher's listening sockets, which forked children must close."""
+"""Inodes, by descriptor, of the launcher's listening sockets, which forked children must close."""
 
 _has_warned_no_secret = False
 
@@ -44,13 +44,13 @@ def open_listening_sockets(
     host to other hosts. Without a secret, an address that is not loopback logs a warning.
 
     Args:
-        address: where the cluster says that this task listens.
-        secret: the job's secret, or None.
-        listen_fd: descriptor of a listening socket inherited from the launcher, to use instead.
+        address: Address of this task according to the cluster.
+        secret: The job's secret, or None.
+        listen_fd: Descriptor of a listening socket inherited from the launcher, to use instead.
 
     Raises:
-        PortTakenError: another process listens on this port.
-        ConfigurationError: the port cannot be opened for another reason; the message says which.
+        PortTakenError: Another process listens on this port.
+        ConfigurationError: The port cannot be opened for another reason, named in the message.
     """
     if not address.is_loopback and not secret:
         _warn_no_secret(address)
@@ -65,7 +65,7 @@ def open_listening_sockets(
 
 
 def _warn_no_secret(address: Address) -> None:
-    """Warn once for each process."""
+    """Warn once per process."""
     global _has_warned_no_secret
     if _has_warned_no_secret:
         return
@@ -97,8 +97,8 @@ def _take_over(descriptor: int, port: int) -> socket.socket:
         raise ConfigurationError(
             f"{LISTEN_FD}={descriptor} is not a socket that listens on this task's port {port}. {advice}"
         )
-    # The original stays open, so that the process can leave the job and join it again. Neither programs that this
-    # process starts nor processes that it forks may keep the port.
+    # The original stays open, so that the process can leave the job and rejoin it. Programs that this process starts
+    # and processes that it forks must not keep the port.
     with contextlib.suppress(OSError):
         os.set_inheritable(descriptor, False)
     _inherited_sockets[descriptor] = os.fstat(descriptor).st_ino
@@ -106,10 +106,10 @@ def _take_over(descriptor: int, port: int) -> socket.socket:
 
 
 def _close_inherited_sockets() -> None:
-    """In a forked child: release the port, which would stay taken for as long as the child lives."""
+    """In a forked child: release the port, which would otherwise stay taken as long as the child lives."""
     for descriptor, inode in _inherited_sockets.items():
         with contextlib.suppress(OSError):
-            if os.fstat(descriptor).st_ino == inode:  # otherwise it was closed, and its number is in use again
+            if os.fstat(descriptor).st_ino == inode:  # otherwise, it was closed and its number is reused
                 os.close(descriptor)
     _inherited_sockets.clear()
 
@@ -118,11 +118,11 @@ os.register_at_fork(after_in_child=_close_inherited_sockets)
 
 
 def _listen_on_loopback(address: Address) -> list[socket.socket]:
-    """On every loopback address of the name: `localhost` may be 127.0.0.1, ::1 or both."""
+    """Listen on every loopback address of the name: `localhost` may be 127.0.0.1, ::1 or both."""
     sockets: list[socket.socket] = []
     failure = OSError(errno.EADDRNOTAVAIL, "the name has no address")
     with contextlib.ExitStack() as stack:
-        # Each once: /etc/hosts may have several lines with the name and one address.
+        # Deduplicated: /etc/hosts may map the name to one address on several lines.
         for family, endpoint in dict.fromkeys((family, endpoint) for family, _, _, _, endpoint in resolve(address)):
             try:
                 sockets.append(stack.enter_context(listen(family, endpoint)))
@@ -137,12 +137,12 @@ def _listen_on_loopback(address: Address) -> list[socket.socket]:
 
 
 def listen_at(host: str | None, port: int = 0) -> socket.socket:
-    """A listening socket.
+    """Open a listening socket.
 
     Args:
-        host: an IP address, to listen there only. On all addresses of this host for a name, which may mean another one
-            to other hosts, for None, and for an address that this host does not have (NAT, or a container).
-        port: 0 for one that the system chooses.
+        host: IP address to listen on. For a name, which may mean a different address to other hosts, for None, and for
+            an address that this host does not have (NAT, containers): all addresses of this host.
+        port: Port number; 0 to let the system choose.
     """
     if host is not None and Address(host, port).is_ip:
         [(family, _, _, _, endpoint), *_] = resolve(Address(host, port))
@@ -156,7 +156,7 @@ def listen_at(host: str | None, port: int = 0) -> socket.socket:
 
 
 def listen(family: int, endpoint: tuple[Any, ...], *, dual: bool = False) -> socket.socket:
-    """A listening socket; `dual` makes an IPv6 socket accept IPv4 connections too."""
+    """Open a listening socket. `dual` makes an IPv6 socket accept IPv4 connections as well."""
     sock = _bind(family, endpoint, dual=dual) if endpoint[1] else _bind_free_port(family, endpoint, dual=dual)
     try:
         sock.listen(BACKLOG)
@@ -167,18 +167,18 @@ def listen(family: int, endpoint: tuple[Any, ...], *, dual: bool = False) -> soc
 
 
 def _bind_free_port(family: int, endpoint: tuple[Any, ...], *, dual: bool) -> socket.socket:
-    """A socket on a port that no other socket of this host has.
+    """Return a socket bound to a port that no other socket of this host uses.
 
     TensorFlow's servers listen on all addresses, so the port must be free on each (`tensorflow1/graph_server`). The
-    kernel takes back a port that it chose as soon as the socket does not listen; one that was bound by its number is
-    kept until the socket is closed, and they need that too.
+    kernel reclaims a port of its choice once the socket stops listening. The servers also need the port to stay taken
+    until the socket is closed, so it is bound by number.
     """
     with _on_all_addresses(0, _bind) as chosen:
         return _bind(family, (endpoint[0], chosen.getsockname()[1], *endpoint[2:]), dual=dual)
 
 
 def _on_all_addresses(port: int, opened: Callable[..., socket.socket]) -> socket.socket:
-    """What `opened` makes for all IPv6 and IPv4 addresses of this host; for IPv4 alone where it has no IPv6."""
+    """Call `opened` for all IPv6 and IPv4 addresses of this host, or for IPv4 alone if it has no IPv6."""
     try:
         return opened(socket.AF_INET6, ("::", port), dual=True)
     except OSError as error:
@@ -190,10 +190,10 @@ def _on_all_addresses(port: int, opened: Callable[..., socket.socket]) -> socket
 def _bind(family: int, endpoint: tuple[Any, ...], *, dual: bool = False) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # Replaces only connections that are closing: a port with a listener stays taken.
+        # Replaces only closing connections: a port with a listener stays taken.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            # Always set: its default is a setting of the system (net.ipv6.bindv6only).
+            # Always set, because its default is a system setting (net.ipv6.bindv6only).
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if dual else 1)
         sock.bind(endpoint)
     except BaseException:
@@ -203,7 +203,7 @@ def _bind(family: int, endpoint: tuple[Any, ...], *, dual: bool = False) -> sock
 
 
 def describe_failure(address: Address, error: OSError) -> ConfigurationError:
-    """The error for a task that could not listen at its address."""
+    """Return the error for a task that could not listen on its address."""
     if error.errno == errno.EADDRINUSE:
         return PortTakenError(
             f"port {address.port} of this host is taken by another process (`ss -ltnp 'sport = "

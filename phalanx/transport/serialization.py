@@ -1,5 +1,5 @@
-"""Values as bytes: numbers, strings, NumPy arrays, and lists, tuples, dictionaries, sets and deques of them
-(MessagePack)."""
+"""Serializes values with MessagePack: numbers, strings, NumPy arrays, and lists, tuples, dictionaries, sets and deques
+of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.errors import FrameError
 
 _ARRAY, _TUPLE, _SET, _DEQUE = "\0array", "\0tuple", "\0set", "\0deque"
 _PAIRS = "\0pairs"
-"""Of a dictionary with keys other than strings."""
+"""Marks a dictionary with keys other than strings."""
 INTEGERS = (-(2**63), 2**64 - 1)
 """The range of MessagePack's integers."""
 MAX_DTYPE_CHARACTERS = 40
@@ -28,11 +28,11 @@ def is_serializable(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(is_serializable, (*value, *value.values())))
     if isinstance(value, np.ndarray):
-        if value.dtype == object:  # of strings, as lookup layers take and produce them
+        if value.dtype == object:  # strings, as used by lookup layers
             return all(isinstance(item, str | bytes) and is_serializable(item) for item in value.flat)
         return not value.dtype.hasobject and value.dtype.names is None and value.dtype.subdtype is None
     if isinstance(value, np.generic):
-        value = value.item()  # a date, for example, has no Python number and stays as it is
+        value = value.item()  # some, such as dates, have no Python number and stay unchanged
     if isinstance(value, int):
         return INTEGERS[0] <= value <= INTEGERS[1]
     if isinstance(value, str):
@@ -41,7 +41,7 @@ def is_serializable(value: Any) -> bool:
 
 
 def _is_text(value: str) -> bool:
-    """Whether UTF-8 has all characters of a string; paths may have others."""
+    """Whether a string can be encoded as UTF-8; some paths cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -50,17 +50,18 @@ def _is_text(value: str) -> bool:
 
 
 def encode(value: Any) -> bytes:
-    """Raises: TypeError unless the value is serializable. MessagePack would take more, such as dates, and give back
-    something else."""
+    """Encode a value. Raises: TypeError unless it is serializable. MessagePack would accept more types, such as dates,
+    but decode them as something else."""
     if not is_serializable(value):
         raise TypeError(f"{reprlib.repr(value)} of {type(value)} has parts that do not travel between processes")
     return msgspec.msgpack.encode(_pack(value))
 
 
 def decode(content: bytes) -> Any:
-    """The encoded value, with Python numbers instead of NumPy scalars.
+    """Decode a value, with Python numbers instead of NumPy scalars.
 
-    Raises: FrameError for bytes that `encode` does not return. What they claim never takes more memory than they do.
+    Raises: FrameError for bytes that `encode` does not return. Sizes that they claim never allocate more memory than
+        the bytes themselves.
     """
     try:
         return _unpack(msgspec.msgpack.decode(content))
@@ -86,7 +87,7 @@ def _pack(value: Any) -> Any:
         if all(isinstance(key, str) for key in value):
             return {str.__str__(key): _pack(item) for key, item in value.items()}
         return {_PAIRS: [[_pack(key), _pack(item)] for key, item in value.items()]}
-    # Of a class of the program, such as one of strings with methods, which msgspec does not take.
+    # Subclasses defined by the program, such as strings with methods, which msgspec does not accept.
     if isinstance(value, str):
         return str.__str__(value)
     kinds: tuple[Any, ...] = (bool, int, float, bytes)
@@ -94,8 +95,8 @@ def _pack(value: Any) -> Any:
 
 
 def _name(dtype: np.dtype[Any]) -> str:
-    """A name that keeps byte order, string length and time unit. The dtypes of `ml_dtypes` have only names: their
-    `dtype.str` is void."""
+    """Name of a dtype that keeps byte order, string length and time unit. The dtypes of `ml_dtypes` have only names:
+    their `dtype.str` is void."""
     return dtype.name if dtype.kind == "V" or dtype.hasobject else dtype.str
 
 
@@ -120,7 +121,7 @@ def _unpack(value: Any) -> Any:
 
 def _array(name: str, shape: list[int], content: bytes | list[Any]) -> np.ndarray[Any, Any]:
     """Raises: TypeError, ValueError."""
-    if isinstance(content, list):  # of Python objects
+    if isinstance(content, list):  # an array of Python objects
         objects = np.empty(len(content), object)
         objects[:] = content
         return objects.reshape(shape)
@@ -131,7 +132,7 @@ def _array(name: str, shape: list[int], content: bytes | list[Any]) -> np.ndarra
 
 
 def _number_type(name: str) -> np.dtype[Any]:
-    """The dtype of this name. Not one with Python objects, whose bytes would be used as addresses of memory."""
+    """Return the dtype with this name. Rejects Python objects, whose bytes would be used as memory addresses."""
     if len(name) > MAX_DTYPE_CHARACTERS:
         raise ValueError("the name of a dtype is too long")
     dtype = np.dtype(name)

@@ -1,4 +1,4 @@
-"""What the kernel knows of a TCP connection, and how it watches over one. Other sockets have no such state."""
+"""Configures TCP connections, and reads their state from the kernel. Other sockets have no such state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TCP_CLOSE = 7
 
 
 def configure(sock: socket.socket) -> None:
-    """Send small messages at once, and find a dead host on an idle connection."""
+    """Send small messages at once, and detect a dead host on an idle connection."""
     if not _is_tcp(sock):
         return
     # Disable Nagle's algorithm: the end of a message must not wait for the acknowledgement of its start.
@@ -38,12 +38,12 @@ def configure(sock: socket.socket) -> None:
 
 
 def unacknowledged_bytes(sock: socket.socket) -> int:
-    """How many sent bytes the peer's host has not received yet; 0 if the connection is broken. Linux only."""
+    """Number of sent bytes that the peer's host has not received yet; 0 if the connection is broken. Linux only."""
     if not _has_state(sock):
         return 0
     with contextlib.suppress(OSError):
         (state,) = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
-        # A broken connection still counts what it will never send.
+        # A broken connection still counts bytes that it will never send.
         if state != _TCP_CLOSE:
             (count,) = struct.unpack("=i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
             return int(count)

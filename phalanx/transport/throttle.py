@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 
 BURST_S = 0.01
-"""Seconds of bytes that may be sent at once after a pause: long enough that waits are few."""
+"""Seconds of bytes that may be sent at once after a pause: long enough to make waits rare."""
 
 
 class Throttle:
     """A token bucket.
 
     Args:
-        bytes_per_s: the rate.
-        clock: returns monotonic seconds.
+        bytes_per_s: Maximum rate.
+        clock: Function that returns monotonic seconds.
     """
 
     def __init__(self, bytes_per_s: float, clock: Callable[[], float] = time.monotonic):
@@ -25,7 +25,7 @@ class Throttle:
         self._filled = clock()
 
     def available(self, wanted: int) -> int:
-        """How many of `wanted` bytes may be sent now: at least half a bucket or all of them, or none."""
+        """Number of `wanted` bytes that may be sent now: at least half a bucket or all of them, or none."""
         now = self._clock()
         self._tokens = min(self._largest, self._tokens + (now - self._filled) * self._rate)
         self._filled = now

@@ -1,8 +1,8 @@
-"""TLS between tasks: encrypts, and admits only holders of a certificate that the job's authority signed.
+"""TLS between tasks: encrypts, and admits only holders of a certificate signed by the job's authority.
 
 Both ends present a certificate. Names in certificates are not compared with addresses: schedulers invent the names and
 numbers of tasks, and the authority is the job's own, so every holder of its certificates belongs to the job. Do not
-use a public authority here. The handshake of the secret runs inside TLS and remains necessary.
+use a public authority here. The secret handshake runs inside TLS and remains necessary.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from phalanx.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class TLS:
-    """The two contexts of a task: one for listening and one for dialling."""
+    """The two contexts of a task: one for listening and one for dialing."""
 
     listener: ssl.SSLContext
     dialer: ssl.SSLContext
 
 
 def load_tls(files: TLSFiles | None) -> TLS | None:
-    """The contexts for the given PEM files; None for None.
+    """Load the contexts from PEM files; None for None.
 
     Raises: ConfigurationError unless they are a certificate, its key, and an authority.
     """

@@ -1,4 +1,4 @@
-"""How bytes cross a connected socket without blocking: as they are, through TLS, or in encrypted records."""
+"""Moves bytes over a connected socket without blocking: as plain bytes, through TLS, or in encrypted records."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 from phalanx.transport.encryption import RecordReader, RecordWriter, SessionKeys
 
 _MAX_PIECES = os.sysconf("SC_IOV_MAX")
-"""Buffers that one sendmsg accepts."""
+"""Maximum number of buffers per sendmsg."""
 _TLS_JOIN_BYTES = 16 * 1024
 """TLS has no sendmsg: small buffers are joined up to the size of one TLS record, larger ones are sent alone."""
 
 
 class PlainWire:
-    """Bytes as they are. The other wires have the same attributes and methods.
+    """Sends plain bytes. The other wires have the same attributes and methods.
 
     Attributes:
-        is_encrypted: whether others can read or change what it carries.
-        is_in_record: whether it has begun to send bytes that it has not counted as sent. Only they can follow.
-        send_waits_for, receive_waits_for: the poll event after which a call that would have blocked may succeed. TLS
-            may have to read in order to write.
+        is_encrypted: Whether the bytes are protected from being read or changed by others.
+        is_in_record: Whether it has begun to send bytes that it has not counted as sent. Only these can follow.
+        send_waits_for, receive_waits_for: Poll event after which a call that would have blocked may succeed. TLS may
+            have to read in order to write.
     """
 
     is_encrypted = False
@@ -44,9 +44,9 @@ class PlainWire:
             return 0
 
     def receive_into(self, buffer: memoryview) -> int | None:
-        """The number of bytes read, 0 at the end of the stream; None if it would block.
+        """Read bytes, and return their number: 0 at the end of the stream, None if it would block.
 
-        Raises: OSError, ValueError; FrameError if what arrived is not what the other end sent.
+        Raises: OSError, ValueError; FrameError if the bytes are not what the other end sent.
         """
         try:
             return self._sock.recv_into(buffer)
@@ -55,7 +55,7 @@ class PlainWire:
 
 
 class TLSWire:
-    """Through OpenSSL, which allows one call at a time, but one thread sends while another receives."""
+    """Sends through OpenSSL. It allows one call at a time, but one thread may send while another receives."""
 
     is_encrypted = True
 
@@ -70,9 +70,9 @@ class TLSWire:
         piece = _first_piece(buffers)
         if not piece:
             return 0
-        # A call that would block has encrypted the piece already: OpenSSL must then be given the same bytes again, from
-        # any address, and not fewer of them (CPython sets SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER, and no partial writes).
-        # `_first_piece` keeps to that if the same buffers are offered again, at most with more behind them.
+        # A call that would block has already encrypted the piece: OpenSSL must then get the same bytes again, from any
+        # address, and not fewer of them (CPython sets SSL_MODE_ACCEPT_MOVING_WRITE_BUFFER, and no partial writes).
+        # `_first_piece` ensures this if the same buffers are offered again, possibly with more after them.
         try:
             count = self._call(self._sock.send, piece)
             self.send_waits_for = select.POLLOUT
@@ -88,7 +88,7 @@ class TLSWire:
     def receive_into(self, buffer: memoryview) -> int | None:
         try:
             return self._call(self._sock.recv_into, buffer)
-        except BrokenPipeError:  # from a read: OpenSSL answers the peer's end by an alert, which nothing reads
+        except BrokenPipeError:  # from a read: OpenSSL answers the end of stream with an alert, which is never read
             return 0
         except (BlockingIOError, ssl.SSLWantReadError):
             self.receive_waits_for = select.POLLIN
@@ -97,16 +97,16 @@ class TLSWire:
         return None
 
     def _call(self, operation: Callable[[Any], int], buffer: memoryview | bytes) -> int:
-        """Call OpenSSL, and again if it fails with an error that may be another connection's.
+        """Call OpenSSL, and retry if it fails with an error that may belong to another connection.
 
-        What fails on a connection with an `errno`, its release included, leaves an error in the thread's queue, where
-        CPython finds it when the next call on any connection would only block (python/cpython#148594).
+        A call that fails with an `errno` on a connection, including its release, leaves an error in the thread's queue.
+        CPython finds it there when the next call on any connection would only block (python/cpython#148594).
         """
-        # The socket does not block, so neither direction waits long for the other.
+        # The socket is non-blocking, so neither direction waits long for the other.
         with self._lock:
             try:
                 return operation(buffer)
-            except (BlockingIOError, ssl.SSLError):  # SSLErrors are this connection's
+            except (BlockingIOError, ssl.SSLError):  # an SSLError belongs to this connection
                 raise
             except OSError as error:
                 self._clear_error_queue()
@@ -115,15 +115,15 @@ class TLSWire:
                 except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                     raise
                 except OSError:
-                    raise error from None  # it was this connection's, and says more than what follows from it
+                    raise error from None  # it belongs to this connection, and says more than its consequences
 
     def _clear_error_queue(self) -> None:
-        """To create an object clears the thread's queue; Python has no other way."""
+        """Clear the thread's error queue by creating an SSL object; Python has no other way."""
         self._sock.context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=self._sock.server_side)
 
 
 class EncryptedWire:
-    """In records; see `phalanx.transport.encryption`."""
+    """Sends encrypted records; see `phalanx.transport.encryption`."""
 
     is_encrypted = True
     send_waits_for = select.POLLOUT
@@ -133,7 +133,7 @@ class EncryptedWire:
         self._sock = sock
         self._writer = RecordWriter(keys.sending)
         self._reader = RecordReader(keys.receiving)
-        # The part of the last record that the kernel has not taken, and the number of bytes sealed in the whole of it.
+        # The part of the last record that the kernel has not accepted, and the number of bytes sealed in the record.
         self._unsent: tuple[memoryview, int] | None = None
 
     @property
@@ -141,11 +141,11 @@ class EncryptedWire:
         return self._unsent is not None
 
     def send(self, buffers: Sequence[memoryview]) -> int:
-        """Bytes count as sent when the kernel has taken the whole record that they are in."""
+        """Send bytes in records. They count as sent when the kernel has accepted their whole record."""
         total = 0
         buffers = skip_bytes(buffers, 0)
         while self._unsent or buffers:
-            # Stored before anything is sent: the peer can open no other record before it has all of this one.
+            # Stored before sending: the peer can open no other record until it has all of this one.
             self._unsent = record, size = self._unsent or self._writer.seal(buffers)
             try:
                 count = self._sock.send(record)
@@ -160,7 +160,7 @@ class EncryptedWire:
         return total
 
     def receive_into(self, buffer: memoryview) -> int | None:
-        # `open` first: what an earlier call left of a record is here already, and the socket knows nothing of it.
+        # `open` first: the rest of an earlier record may already be here, which the socket does not show.
         while not self._reader.open():
             try:
                 count = self._sock.recv_into(self._reader.get_buffer())
@@ -185,7 +185,7 @@ def skip_bytes(pieces: Sequence[memoryview], count: int) -> list[memoryview]:
 
 
 def _first_piece(buffers: Sequence[memoryview]) -> memoryview | bytes:
-    """The bytes of one TLS write: the first large piece, or as many small ones as fit into a record."""
+    """Bytes of one TLS write: the first large piece, or as many small pieces as fit into a record."""
     joined: list[memoryview] = []
     size = 0
     for piece in buffers:

@@ -37,9 +37,9 @@ class AllReducePlan(NamedTuple):
     """How to all-reduce messages of about one size.
 
     Attributes:
-        algorithm: the algorithm's name.
-        chunk_bytes: bytes that are merged and passed on at a time.
-        pack_bytes: size of the buffers into which small arrays are packed; 0 for algorithms without packing.
+        algorithm: The algorithm's name.
+        chunk_bytes: Bytes that are merged and passed on at a time.
+        pack_bytes: Size of the buffers into which small arrays are packed; 0 for algorithms without packing.
     """
 
     algorithm: str
@@ -71,8 +71,8 @@ class AutotunedAlgorithm:
     """Runs all-reduces on the fastest of several algorithms, and every other collective on the default one.
 
     Args:
-        algorithms: algorithms among the same ranks, by name; the first one is the default.
-        log: reports the choices; None on ranks that do not report.
+        algorithms: Algorithms among the same ranks, by name; the first one is the default.
+        log: Reports the choices; None on ranks that do not report.
     """
 
     def __init__(self, algorithms: Mapping[str, TunableAlgorithm], log: AutotuneLog | None):

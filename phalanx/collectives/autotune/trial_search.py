@@ -50,15 +50,15 @@ class TrialSearch(Generic[P]):
     Use `plan`, measure what it costs, `record` the cost, and repeat until `choice` is set.
 
     Args:
-        default: the plan to keep if no other is better.
-        refinements: functions that take the best plan so far and return the plans to compare with it, one function for
+        default: The plan to keep if no other is better.
+        refinements: Functions that take the best plan so far and return the plans to compare with it, one function for
             each round.
-        repeats: measurements of each plan in a round.
-        final_repeats: measurements of each plan in the last round.
+        repeats: Measurements of each plan in a round.
+        final_repeats: Measurements of each plan in the last round.
 
     Attributes:
-        results: every comparison so far, in order.
-        choice: the plan to keep; None while the search runs.
+        results: Every comparison so far, in order.
+        choice: The plan to keep; None while the search runs.
     """
 
     def __init__(

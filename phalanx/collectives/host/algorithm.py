@@ -22,12 +22,12 @@ class Reduction:
     """One all-reduce, as an algorithm receives it.
 
     Attributes:
-        layouts: the arrays, grouped by dtype.
-        inputs: flat contiguous arrays.
-        outputs: flat contiguous arrays of the inputs' dtypes, or of their wire dtypes. They may be the inputs.
-        scales: a factor for each input.
-        op: how to merge.
-        divisor: divides the merged values (for MEAN).
+        layouts: The arrays, grouped by dtype.
+        inputs: Flat contiguous arrays.
+        outputs: Flat contiguous arrays of the inputs' dtypes, or of their wire dtypes. They may be the inputs.
+        scales: A factor for each input.
+        op: How to merge.
+        divisor: Divides the merged values (for MEAN).
     """
 
     layouts: tuple[FusionLayout, ...]
@@ -68,9 +68,9 @@ class CollectiveAlgorithm(Protocol):
         """Send `outgoing[p]` to position p and fill `incoming[p]` with what p sends here, this rank's own included.
 
         Args:
-            call: the running collective.
-            outgoing: one payload for each position.
-            incoming: memory for one payload from each position.
+            call: The running collective.
+            outgoing: One payload for each position.
+            incoming: Memory for one payload from each position.
             sizes: `sizes[p][q]` bytes go from p to q.
         """
         ...

@@ -78,9 +78,9 @@ def output_arrays(name: str, arrays: Sequence[Array], out: Sequence[Array] | Non
     """The arrays that receive a collective's results: `out`, or new ones.
 
     Args:
-        name: the collective, for messages.
-        arrays: the inputs; outputs have the same shapes and dtypes.
-        out: what the caller passed.
+        name: The collective, for messages.
+        arrays: The inputs; outputs have the same shapes and dtypes.
+        out: What the caller passed.
 
     Raises: ConfigurationError for outputs of another shape or dtype, or that are not contiguous.
     """

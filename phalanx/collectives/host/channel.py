@@ -52,11 +52,11 @@ class PacketHeader(NamedTuple):
     """The start of a packet.
 
     Attributes:
-        kind: see `PacketKind`.
-        epoch: the epoch of the communicator that sent it.
-        call: the number of the collective it belongs to.
-        signature: the signature of that collective's operation.
-        length: bytes of payload that follow.
+        kind: See `PacketKind`.
+        epoch: The epoch of the communicator that sent it.
+        call: The number of the collective it belongs to.
+        signature: The signature of that collective's operation.
+        length: Bytes of payload that follow.
     """
 
     kind: PacketKind
@@ -70,9 +70,9 @@ class Channel:
     """Packets to and from one peer. The link belongs to the membership and is not closed here.
 
     Attributes:
-        epoch: the epoch of the communicator that uses the channel now; set by `open`.
-        remaining: bytes of the current packet's payload that have not been read.
-        sent: bytes that the kernel has taken so far.
+        epoch: The epoch of the communicator that uses the channel now; set by `open`.
+        remaining: Bytes of the current packet's payload that have not been read.
+        sent: Bytes that the kernel has taken so far.
     """
 
     def __init__(self, link: Link):

@@ -32,13 +32,13 @@ class CollectiveRunner:
     After an error, every later collective raises the same error.
 
     Args:
-        timeout_s: how long one collective may take.
+        timeout_s: How long one collective may take.
 
     Attributes:
-        algorithm: moves the values. May be replaced between two collectives, at the same point on all ranks.
-        mesh: the channels to the other ranks.
-        stalls: decides what happens if a collective waits for long.
-        started: how many collectives this rank has started.
+        algorithm: Moves the values. May be replaced between two collectives, at the same point on all ranks.
+        mesh: The channels to the other ranks.
+        stalls: Decides what happens if a collective waits for long.
+        started: How many collectives this rank has started.
     """
 
     def __init__(self, mesh: Mesh, algorithm: CollectiveAlgorithm, timeout_s: float):
@@ -66,9 +66,9 @@ class CollectiveRunner:
         """Run a collective after all that were submitted before.
 
         Args:
-            operation: what is called; all ranks must call the same.
-            body: moves the values.
-            nbytes: the bytes that this rank contributes, if `operation` does not say it.
+            operation: What is called; all ranks must call the same.
+            body: Moves the values.
+            nbytes: The bytes that this rank contributes, if `operation` does not say it.
         """
         if self._thread is not None:
             self._thread.drain()  # before `_turn` is taken, which the thread needs

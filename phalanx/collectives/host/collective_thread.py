@@ -18,7 +18,7 @@ class PendingHandle:
     """The result of a submitted collective; see `communicator.Handle`.
 
     Args:
-        name: what was submitted, for messages.
+        name: What was submitted, for messages.
     """
 
     def __init__(self, name: str):
@@ -51,7 +51,7 @@ class CollectiveThread:
     """A thread that runs submitted functions in order.
 
     Args:
-        name: the thread's name.
+        name: The thread's name.
     """
 
     def __init__(self, name: str):

@@ -28,10 +28,10 @@ class HierarchicalAlgorithm:
     """All ranks of a membership, by way of their hosts.
 
     Args:
-        membership: all ranks and their hosts.
-        local: the algorithm of this host's ranks.
-        leaders: the algorithm of the first ranks of all hosts; None on a rank that is not one of them.
-        whole: an algorithm of all ranks, for collectives that merge nothing on the way.
+        membership: All ranks and their hosts.
+        local: The algorithm of this host's ranks.
+        leaders: The algorithm of the first ranks of all hosts; None on a rank that is not one of them.
+        whole: An algorithm of all ranks, for collectives that merge nothing on the way.
     """
 
     name = "hierarchical"

@@ -42,8 +42,8 @@ class HostCommunicator:
     A context manager. Several threads may use it if they make sure that all ranks call in the same order.
 
     Attributes:
-        kind: how values travel: `single`, `shared memory`, `ring` or `hierarchical`.
-        runner: runs the collectives, one at a time.
+        kind: How values travel: `single`, `shared memory`, `ring` or `hierarchical`.
+        runner: Runs the collectives, one at a time.
     """
 
     def __init__(self, mesh: Mesh, algorithm: CollectiveAlgorithm, kind: str, timeout_s: float):

@@ -30,7 +30,7 @@ class LinkPoller:
     """Waits for events on several links.
 
     Args:
-        channels: the peers' channels, by rank.
+        channels: The peers' channels, by rank.
     """
 
     def __init__(self, channels: Mapping[Rank, Channel]):

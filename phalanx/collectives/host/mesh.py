@@ -63,17 +63,17 @@ class Mesh:
     """The channels to all other members. One thread at a time may use it.
 
     Args:
-        membership: the members and the links to them.
-        throttle: limits what this process sends, to simulate a slow network.
+        membership: The members and the links to them.
+        throttle: Limits what this process sends, to simulate a slow network.
 
     Attributes:
-        call: the running collective, or the last one.
-        failures: which peers died, failed or left.
-        stalls: which peers have come to the running collective.
-        spin_s: how long to look for bytes before sleeping; 0 if there are more ranks than cores.
-        track: the timeline track of the collectives.
-        bytes_shared: bytes that this rank has passed to others in shared memory, counted by those who pass them.
-        is_interrupted: set from another thread to make the running collective give up.
+        call: The running collective, or the last one.
+        failures: Which peers died, failed or left.
+        stalls: Which peers have come to the running collective.
+        spin_s: How long to look for bytes before sleeping; 0 if there are more ranks than cores.
+        track: The timeline track of the collectives.
+        bytes_shared: Bytes that this rank has passed to others in shared memory, counted by those who pass them.
+        is_interrupted: Set from another thread to make the running collective give up.
     """
 
     def __init__(self, membership: Membership, throttle: Throttle | None = None):
@@ -144,7 +144,7 @@ class Mesh:
         """Wait until something happens on any link.
 
         Args:
-            needed: returns the ranks without which this rank cannot continue. Called after the links were read, so that
+            needed: Returns the ranks without which this rank cannot continue. Called after the links were read, so that
                 what a member did before it left still counts.
 
         Raises: see the top of this file.

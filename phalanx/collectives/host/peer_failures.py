@@ -32,8 +32,8 @@ class AbortNotice(msgspec.Struct, frozen=True):
 
     Attributes:
         reason: `lost` (a member), `timeout`, or `left` for anything else.
-        text: the error's message.
-        rank: the lost member; -1 for other reasons.
+        text: The error's message.
+        rank: The lost member; -1 for other reasons.
     """
 
     reason: str
@@ -53,9 +53,9 @@ class PeerFailures:
     """The failures and departures of one communicator's peers.
 
     Attributes:
-        ended: when the link of each peer ended, by `time.monotonic`. Everything that the peer sent has been read.
-        hung_up: when each peer closed its end of the link. What it sent before may still be unread.
-        left: peers that finished with their communicator and said so.
+        ended: When the link of each peer ended, by `time.monotonic`. Everything that the peer sent has been read.
+        hung_up: When each peer closed its end of the link. What it sent before may still be unread.
+        left: Peers that finished with their communicator and said so.
     """
 
     def __init__(self, membership: Membership, channels: Mapping[Rank, Channel]):
@@ -87,9 +87,9 @@ class PeerFailures:
         """Raise PeerLostError if a member is lost that `call` cannot complete without, or that died a while ago.
 
         Args:
-            call: the running collective.
-            needed: returns the ranks that this rank still waits for.
-            now: the time, by `time.monotonic`.
+            call: The running collective.
+            needed: Returns the ranks that this rank still waits for.
+            now: The time, by `time.monotonic`.
         """
         if self.ended or self.hung_up or self.left:
             wanted = needed()

@@ -11,8 +11,8 @@ class PendingReceive:
     """A payload that is expected from one peer.
 
     Args:
-        views: memory that receives the payload, filled in this order.
-        on_arrival: called once the payload is complete; None for nothing.
+        views: Memory that receives the payload, filled in this order.
+        on_arrival: Called once the payload is complete; None for nothing.
     """
 
     __slots__ = ("_filled", "_index", "_views", "length", "on_arrival")

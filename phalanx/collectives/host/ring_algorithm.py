@@ -51,9 +51,9 @@ class RingAlgorithm:
     """Collectives among `ranks` over the links of a mesh.
 
     Args:
-        mesh: the links to the other ranks.
-        ranks: the members of the group, in the order of their positions.
-        bytes_per_pack: replaces `PACK_BYTES` and limits the chunks; 0 for the defaults.
+        mesh: The links to the other ranks.
+        ranks: The members of the group, in the order of their positions.
+        bytes_per_pack: Replaces `PACK_BYTES` and limits the chunks; 0 for the defaults.
     """
 
     chunk_choices: Sequence[int] = (64 * 1024, 256 * 1024, 2**20)
@@ -146,9 +146,9 @@ class RingAlgorithm:
         and so after the next rank has received them.
 
         Args:
-            source: this rank's values, in the wire dtype.
-            work: receives partial sums, in the wire dtype. May be `source`.
-            result: receives the result, in the final dtype. It is `work` if that dtype is the wire dtype.
+            source: This rank's values, in the wire dtype.
+            work: Receives partial sums, in the wire dtype. May be `source`.
+            result: Receives the result, in the final dtype. It is `work` if that dtype is the wire dtype.
         """
         mesh, size = self.mesh, self._size
         ufunc, divisor = UFUNCS[reduction.op], reduction.divisor

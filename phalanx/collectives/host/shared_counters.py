@@ -53,10 +53,10 @@ class SharedCounters:
     """The counters of `ranks`, seen from one of them.
 
     Args:
-        mesh: where a rank waits once it sleeps.
-        ranks: the members of the group, in the order of their pages.
+        mesh: Where a rank waits once it sleeps.
+        ranks: The members of the group, in the order of their pages.
         pages: `PAGE_BYTES` for each rank, zeros at first.
-        spin: whether there is a core for every rank, so that a spinning rank keeps no other from arriving.
+        spin: Whether there is a core for every rank, so that a spinning rank keeps no other from arriving.
     """
 
     def __init__(self, mesh: Mesh, ranks: Sequence[Rank], pages: memoryview, *, spin: bool):

@@ -73,9 +73,9 @@ class _Chunk:
     """A chunk of a layout and its views of the slots, which are created when first needed.
 
     Attributes:
-        pieces: the ranges of arrays that the chunk consists of.
-        size: the chunk's length in elements.
-        parts: the pieces with their views, for each slot.
+        pieces: The ranges of arrays that the chunk consists of.
+        size: The chunk's length in elements.
+        parts: The pieces with their views, for each slot.
     """
 
     __slots__ = ("parts", "pieces", "size")
@@ -90,12 +90,12 @@ class SharedMemoryAlgorithm:
     """Collectives among `ranks`, which are processes of one host.
 
     Args:
-        ranks: the members of the group, in the order of their positions.
-        mesh: the links to the other ranks.
-        segment: shared memory of at least `segment_bytes` bytes, mapped by all ranks; owned from here on.
-        slot_bytes: the size of a slot, as for `segment_bytes`.
-        chunk_bytes: how much of a slot an all-reduce uses; None for all of it.
-        spin: whether there is a core for every rank, so that a spinning rank keeps no other from arriving.
+        ranks: The members of the group, in the order of their positions.
+        mesh: The links to the other ranks.
+        segment: Shared memory of at least `segment_bytes` bytes, mapped by all ranks; owned from here on.
+        slot_bytes: The size of a slot, as for `segment_bytes`.
+        chunk_bytes: How much of a slot an all-reduce uses; None for all of it.
+        spin: Whether there is a core for every rank, so that a spinning rank keeps no other from arriving.
     """
 
     name = "shared memory"
@@ -251,7 +251,7 @@ class SharedMemoryAlgorithm:
         """Publish a stream of bytes and read the wanted parts of the other ranks' streams.
 
         Args:
-            outgoing: this rank's stream.
+            outgoing: This rank's stream.
             lengths: Length of the stream of each position in bytes, known to all ranks.
             wanted: Per position, the range `start` to `stop` of its stream and the views to copy it to. The entry
                 of this rank is ignored.

@@ -32,9 +32,9 @@ class SegmentOffer(msgspec.Struct, frozen=True):
     """How to open a segment that another process has created.
 
     Attributes:
-        path: the file to open.
-        size: the size of the file in bytes.
-        token: the random bytes with which the segment starts.
+        path: The file to open.
+        size: The size of the file in bytes.
+        token: The random bytes with which the segment starts.
     """
 
     path: str
@@ -46,7 +46,7 @@ class SharedSegment:
     """A shared mapping. The process that created it calls `settle` once all others have opened it.
 
     Attributes:
-        memory: the mapping, after the header page.
+        memory: The mapping, after the header page.
     """
 
     def __init__(self, descriptor: int, offer: SegmentOffer, *, named: bool):

@@ -23,8 +23,8 @@ class StallWatch:
     """Knows which ranks have come to the running collective.
 
     Attributes:
-        stall_s: seconds after which a waiting collective calls `on_stall`, once.
-        on_stall: receives the running call and the ranks that have not come to it.
+        stall_s: Seconds after which a waiting collective calls `on_stall`, once.
+        on_stall: Receives the running call and the ranks that have not come to it.
     """
 
     def __init__(self, membership: Membership, channels: Mapping[Rank, Channel]):
@@ -57,9 +57,9 @@ class StallWatch:
         """Report a stall if one is due.
 
         Args:
-            call: the running collective.
-            needed: returns the ranks that this rank still waits for.
-            now: the time, by `time.monotonic`.
+            call: The running collective.
+            needed: Returns the ranks that this rank still waits for.
+            now: The time, by `time.monotonic`.
 
         Raises:
             CollectiveTimeoutError: the deadline has passed; the message names the ranks that have not come.
@@ -84,8 +84,8 @@ class StallWatch:
         """Log a warning for each stall, on the lowest rank that has come.
 
         Args:
-            stall_s: seconds of waiting before the warning.
-            timeout_s: seconds of waiting before the job ends, for the message.
+            stall_s: Seconds of waiting before the warning.
+            timeout_s: Seconds of waiting before the job ends, for the message.
         """
 
         def warn(call: CollectiveCall, missing: Sequence[Rank]) -> None:
