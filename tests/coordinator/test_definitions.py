@@ -38,7 +38,7 @@ class Scope:
         for names, content in zip(order.names, contents, strict=True):
             definition = unpack(content, load)
             layer = definition.recipe
-            root = layer.make() if hasattr(layer, "make") else layer
+            root = layer.rebuild() if hasattr(layer, "rebuild") else layer
             found |= dict(zip(names, parts_of(root), strict=True))
         return found
 
