@@ -129,7 +129,7 @@ class _Bare:
     """Replaces an `Updater`: the gradients become the new values."""
 
     slots = ()
-    lends = False
+    shares_buffers = False
 
     def __init__(self, _: str, pieces: Sequence[Any]) -> None:
         self._values = [piece.value for piece in pieces]
@@ -263,10 +263,10 @@ def _optimizer(name: str) -> tuple[str, tuple[tuple[int, str], ...], list[Any]]:
     import keras
 
     from phalanx.keras_compat.copies.object_config import config_json_of
-    from phalanx.keras_compat.variables.optimizer_slots import build_noting_slots
+    from phalanx.keras_compat.variables.optimizer_slots import build_and_record_slots
 
     adam = keras.optimizers.Adam()
-    slots = build_noting_slots(adam, [keras.Variable(np.zeros(shape, np.float32)) for shape in SHAPES])
+    slots = build_and_record_slots(adam, [keras.Variable(np.zeros(shape, np.float32)) for shape in SHAPES])
     state = [np.array(keras.ops.convert_to_numpy(variable)) for variable in adam.variables]
     return config_json_of(keras.optimizers.Adam()), tuple((slot.variable, slot.name) for slot in slots), state
 

@@ -27,7 +27,7 @@ from phalanx.coordinator.function_pickling import References, pack, unpack
 from phalanx.coordinator.remote_values import OutOfRangeError
 from phalanx.data import DistributedIterator, InputContext
 from phalanx.engines import make_tensors
-from phalanx.engines.random_state import draw_own_numbers, hash_of, random_state
+from phalanx.engines.random_state import hash_of, random_state, seed_from_rank
 from phalanx.errors import LinkTimeoutError, PeerLostError, PhalanxError
 from phalanx.keras_compat.variables.host_values import to_host
 from phalanx.runtime import function_call as calls
@@ -107,7 +107,7 @@ class FunctionServer:
         """Serve until the coordinator has finished. Raises: see `ChiefSession.run`."""
         self._worker.in_function = True
         draw_worker_seeds((layer for _, layer in self._worker.scope_registry.layers()), self._worker.number)
-        draw_own_numbers(random_state(), self._worker.number)
+        seed_from_rank(random_state(), self._worker.number)
         # Until here, the program's generators have the chief's state on all tasks.
         program_random_state.seed([hash_of(self._worker.number, each) for each in program_random_state.digests()])
         ChiefSession(self._me, WORKER_PURPOSE, self, self._worker.is_job_over).run()

@@ -20,7 +20,7 @@ from phalanx.coordinator.coordinator_messages import CallMethod, Define, JoinJob
 from phalanx.coordinator.function_pickling import unpack
 from phalanx.coordinator.function_server import FunctionServer, draw_worker_seeds
 from phalanx.coordinator.scope_definitions import NAMELESS, Definition, parts_of, state_of, trained_by_servers
-from phalanx.engines.random_state import draw_own_numbers, random_state
+from phalanx.engines.random_state import random_state, seed_from_rank
 from phalanx.keras_compat.copies.model_copies import LayerDescription
 from phalanx.keras_compat.copies.object_names import set_name_counters, set_path
 from phalanx.parameter_server.partitioners import Partitioner
@@ -131,7 +131,7 @@ class WorkerServer:
         self._digests = {}
         coordinator = self._make_coordinator(self._strategy, self._worker)
         self._functions = FunctionServer(self._strategy, self._worker, coordinator, has_program=False)
-        draw_own_numbers(random_state(), self._worker.number)
+        seed_from_rank(random_state(), self._worker.number)
 
     def _define(self, order: Define, buffers: list[memoryview]) -> None:
         """Create what is new, and build what the chief has built since."""

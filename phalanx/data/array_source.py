@@ -181,7 +181,7 @@ class ArraySource(Source):
         return random.permutation(self.samples)
 
     def _orders(self, *, peeked: bool) -> Iterator[Array]:
-        return data_adapters.shuffled_orders(self.samples, self._batch_size, self._shuffle, peeked=peeked)
+        return data_adapters.shuffled_orders(self.samples, self._batch_size, self._shuffle, reads_ahead=peeked)
 
 
 # Not a method: a reference cycle would keep the source's data alive until a garbage collection.

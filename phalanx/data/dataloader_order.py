@@ -79,7 +79,7 @@ class DataLoaderOrder(PassOrder):
         self._opened_pass = None
 
     def end_pass(self, next_key: int) -> None:
-        if self._draws_as_keras and data_adapters.opens_one_more_pass("torch"):
+        if self._draws_as_keras and data_adapters.opens_extra_iterator("torch"):
             states = _states_of(self._loader)
             with self._seeded(next_key):
                 opened = self._open()

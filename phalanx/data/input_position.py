@@ -133,7 +133,7 @@ class InputPosition:
     def draw_as_keras(self) -> None:
         """Draw the random numbers that Keras would draw to open a pass."""
         if self._draws:
-            data_adapters.draw_as_a_loader()
+            data_adapters.draw_loader_seed()
 
     def _start_after(self, stop: int, *, is_short: bool) -> int:
         """The start of the epoch after one that ended at `stop`."""

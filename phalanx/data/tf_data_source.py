@@ -269,7 +269,7 @@ class IteratorCounter:
 def _iterator_counter(request: InputRequest, sharded: Any, length: int | None) -> IteratorCounter:
     """The iterators over what was derived from the request's dataset, of this length."""
     opens_another = length is not None and request.steps_per_epoch is None and request.opens_as_keras
-    opened_per_pass = 2 if opens_another and data_adapters.opens_one_more_pass("tensorflow") else 1
+    opened_per_pass = 2 if opens_another and data_adapters.opens_extra_iterator("tensorflow") else 1
     is_inside = any(part is request.x for part in _with_inputs(sharded))
     in_order = _is_shared(request) and _draws_in_threads(sharded)
     return IteratorCounter(request.x if is_inside else sharded, opened_per_pass, in_order=in_order)

@@ -16,7 +16,7 @@ import keras
 from phalanx.arrays import allocation
 from phalanx.config.environment import process_environment
 from phalanx.devices import memory_growth, single_thread
-from phalanx.engines.accelerations.vectorized_updater import make_vector_updater
+from phalanx.engines.accelerations.vectorized_updater import make_vectorized_updater
 from phalanx.engines.engine import Engine, Merge
 from phalanx.engines.spmd.placement import Placement
 from phalanx.engines.tensors import Tensors
@@ -58,7 +58,7 @@ def set_memory_growth(enable: bool = True) -> None:
 
 def make_engine(model: Any, merge: Merge) -> Engine:
     """Return the engine for a compiled model on the backend that Keras runs on."""
-    engine: Engine = _of_backend("Engine")(model, merge)
+    engine: Engine = _backend_class("Engine")(model, merge)
     return engine
 
 
@@ -69,22 +69,22 @@ def make_spmd_engine(model: Any, placement: Placement) -> Engine:
     return SpmdEngine(model, placement)
 
 
-def making_placed(placement: Placement | None) -> AbstractContextManager[None]:
+def placement_scope(placement: Placement | None) -> AbstractContextManager[None]:
     """Context in which variables are created where `placement` says; with None, on the default device."""
     if placement is None:
         return nullcontext()
     from phalanx.engines.spmd import placed_model
 
-    return placed_model.making_placed(placement)
+    return placed_model.placement_scope(placement)
 
 
-def running_placed(placement: Placement | None) -> AbstractContextManager[None]:
+def placed_step_scope(placement: Placement | None) -> AbstractContextManager[None]:
     """Context for a custom step on the devices of a mesh; with None, it does nothing."""
     if placement is None:
         return nullcontext()
     from phalanx.engines.spmd import placed_program
 
-    return placed_program.running_placed(placement)
+    return placed_program.placed_step_scope(placement)
 
 
 def put_on_mesh(placement: Placement, part: Any) -> Any:
@@ -94,15 +94,15 @@ def put_on_mesh(placement: Placement, part: Any) -> Any:
     return placed_program.put_on_mesh(placement, part)
 
 
-def make_updater(optimizer: str, pieces: Sequence[UpdaterPiece], apart: Collection[int] = ()) -> Updater:
+def make_updater(optimizer: str, pieces: Sequence[UpdaterPiece], ungrouped: Collection[int] = ()) -> Updater:
     """Create an optimizer and the variables that it updates, on the backend that Keras runs on.
 
     Args:
         optimizer: Keras config of the optimizer, as JSON.
         pieces: The variables, or shards of them.
-        apart: Indices of the pieces that are loaded and fetched at every update.
+        ungrouped: Indices of the pieces that are loaded and fetched at every update.
     """
-    return make_vector_updater(_of_backend("Updater"), optimizer, pieces, apart)
+    return make_vectorized_updater(_backend_class("Updater"), optimizer, pieces, ungrouped)
 
 
 def buffers(model: Any) -> list[Any]:
@@ -116,7 +116,7 @@ def buffers(model: Any) -> list[Any]:
 
 def make_tensors() -> Tensors:
     """Return the conversions between host arrays and tensors of the backend that Keras runs on."""
-    tensors: Tensors = _of_backend("Tensors")()
+    tensors: Tensors = _backend_class("Tensors")()
     return tensors
 
 
@@ -124,7 +124,7 @@ def make_tensors() -> Tensors:
 _PREFIXES = {"jax": "Jax", "tensorflow": "TensorFlow", "torch": "Torch"}
 
 
-def _of_backend(kind: str) -> Any:
+def _backend_class(kind: str) -> Any:
     """Return the class of this kind for the backend that Keras runs on. Only its module is imported."""
     name, prefix = _backend()
     return getattr(importlib.import_module(f"phalanx.engines.replica.{name}.{name}_{kind.lower()}"), prefix + kind)

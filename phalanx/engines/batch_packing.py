@@ -14,15 +14,15 @@ class BatchPacking:
     absent parts that the elements of the program's data have.
 
     Attributes:
-        form: Structure of the elements of the program's data.
+        structure: Structure of the elements of the program's data.
     """
 
     def __init__(self) -> None:
-        self.form = ElementStructure.PARTS
+        self.structure = ElementStructure.PARTS
 
-    def pack(self, data: tuple[Any, Any, Any], form: ElementStructure | None = None) -> Any:
-        """Return `(x, y, sample_weight)` as an element of the program's data, or of another `form`."""
-        match form or self.form:
+    def pack(self, data: tuple[Any, Any, Any], structure: ElementStructure | None = None) -> Any:
+        """Return `(x, y, sample_weight)` as an element of the program's data, or of another `structure`."""
+        match structure or self.structure:
             case ElementStructure.PARTS:
                 return keras.utils.pack_x_y_sample_weight(*data)
             case ElementStructure.ALONE:
@@ -36,4 +36,4 @@ class BatchPacking:
 
     def for_keras(self, data: tuple[Any, Any, Any]) -> Any:
         """Return the batch for Keras's own methods, which unpack such a tuple, or raise if they cannot."""
-        return data[0] if self.form is ElementStructure.WHOLE else data
+        return data[0] if self.structure is ElementStructure.WHOLE else data

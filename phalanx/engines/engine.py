@@ -33,12 +33,12 @@ class GradientRows(NamedTuple):
     Attributes:
         numbers: Indices of the rows. An index may occur several times.
         gradients: One row for each index.
-        of_any_batch: Whether every batch looks up these rows, such as positions or a table that is read whole.
+        is_batch_independent: Whether every batch looks up these rows, such as positions or a table that is read whole.
     """
 
     numbers: Array
     gradients: Array
-    of_any_batch: bool = False
+    is_batch_independent: bool = False
 
 
 class UpdateDeferred(Exception):
@@ -53,28 +53,29 @@ class Merge(ABC):
     """Merges the arrays of one step over all ranks. It is all that an engine sees of the other replicas.
 
     Attributes:
-        updates: Whether the merge also updates the weights, as parameter servers do. It then returns the new weights
-            instead of gradients, and needs a gradient for every trainable variable, in order.
+        updates_weights: Whether the merge also updates the weights, as parameter servers do. It then returns the new
+            weights instead of gradients, and needs a gradient for every trainable variable, in order.
         once_per_step: Whether it can only be called once per step, with the gradients of all trainable variables.
-        repeats: Whether a step whose merge fails is repeated. A failed step must then leave no trace.
-        in_micro_batches: Whether a step may have several calls, one per micro-batch. The same for all steps of a model.
+        repeats_steps: Whether a step whose merge fails is repeated. A failed step must then leave no trace.
+        uses_micro_batches: Whether a step may have several calls, one per micro-batch. The same for all steps of a
+            model.
         synchronizes_batch_norm: Whether all batch normalization is over the batches of all ranks. Set before the engine
             is created.
-        global_size: Number of samples in the step's global batch (see `expect`); None if each rank takes steps on
-            batches of its own.
+        global_size: Number of samples in the step's global batch (see `set_batch_size`); None if each rank takes steps
+            on batches of its own.
         fixed_size: Size of every global batch of the step's input, if Keras on TensorFlow would know it in advance.
     """
 
-    updates = once_per_step = repeats = in_micro_batches = synchronizes_batch_norm = False
+    updates_weights = once_per_step = repeats_steps = uses_micro_batches = synchronizes_batch_norm = False
     global_size: int | None = None
     fixed_size: int | None = None
 
-    def expect(self, global_size: int | None, fixed_size: int | None = None) -> None:
+    def set_batch_size(self, global_size: int | None, fixed_size: int | None = None) -> None:
         """Set the sizes for the next step of training, evaluation or prediction."""
         self.global_size, self.fixed_size = global_size, fixed_size
 
     @property
-    def separate(self) -> bool:
+    def is_unfused(self) -> bool:
         """Whether gradients must arrive one by one, in the shapes of their variables."""
         return False
 
@@ -88,11 +89,11 @@ class Merge(ABC):
         return None
 
     @abstractmethod
-    def total(self, own: Array, share: float) -> Array:
+    def all_reduce(self, local: Array, share: float) -> Array:
         """Sum an array over all ranks, in the middle of a step. A rank with share 0 does not count."""
 
     @abstractmethod
-    def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
+    def all_gather(self, local: Array, share: float) -> tuple[Array, int]:
         """Return the rows of all ranks in rank order, and where this rank's rows begin, in the middle of a step. A rank
         with share 0 has none."""
 
@@ -111,7 +112,7 @@ class ModelValues(ABC):
     themselves, there is nothing to fetch or put back."""
 
     @property
-    def in_variables(self) -> bool:
+    def variables_are_current(self) -> bool:
         return True
 
     def begin(self) -> None:  # noqa: B027
@@ -143,12 +144,12 @@ class Engine(ABC):
         merges: Whether ranks merge their contributions to a step. One program for many devices has nothing to merge.
         metric_rules: Rules for merging the metrics' variables, with their values. Available after `build`.
         origins: Origins of the logs of training steps.
-        drawing_apart: Creates the context around a step in which its layers draw from a random state of the whole
-            process (`engines.random_state`).
+        random_state_context: Creates the context around a step in which its layers draw from a random state of the
+            whole process (`engines.random_state`).
     """
 
     merges = True
-    drawing_apart: Callable[[], AbstractContextManager[None]] = nullcontext
+    random_state_context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(self, model: Any, values: ModelValues) -> None:
         self._model = model
@@ -158,7 +159,7 @@ class Engine(ABC):
         self.origins = LogOrigins(model)
 
     @property
-    def builds_from_a_batch(self) -> bool:
+    def needs_batch_to_build(self) -> bool:
         """Whether Keras's own `fit` would now read a batch ahead, to build the model or its metrics from it."""
         return model_state.is_unbuilt(self._model)
 
@@ -168,22 +169,22 @@ class Engine(ABC):
         return True
 
     @cached_property
-    def counts_in_predictions(self) -> bool:
+    def predictions_update_metrics(self) -> bool:
         """Whether predictions change the model's metrics."""
         return model_state.has_layer_metrics(self._model)
 
     @property
-    def in_variables(self) -> bool:
+    def variables_are_current(self) -> bool:
         """Whether the newest values are in the model's variables, where a callback may have changed them."""
-        return self._values.in_variables
+        return self._values.variables_are_current
 
     @abstractmethod
     def build(self, data: Batch) -> None:
         """Create all variables of the model, its metrics and its optimizer for batches like `data`."""
 
-    def expect(self, form: ElementStructure) -> None:
+    def set_batch_structure(self, structure: ElementStructure) -> None:
         """Set the structure in which custom steps receive the next batches for training and testing."""
-        self._batches.form = form
+        self._batches.structure = structure
 
     def begin(self) -> None:
         """Prepare for the first step of an epoch or an evaluation."""
@@ -193,7 +194,7 @@ class Engine(ABC):
     def train(self, data: Batch, share: float) -> None:
         """Take a training step on the global batch; `data` is this rank's part of it."""
 
-    def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
+    def compile_ahead(self, data: Batch, share: float) -> Callable[[], None] | None:
         """Prepare for steps with a local batch of another size, if that takes long.
 
         Returns: The rest of the work, which another thread may do; None if there is none.
@@ -243,9 +244,15 @@ class Engine(ABC):
         """Merge the metrics' state over all ranks, for batches without logs; see `merged_metrics` for the arguments."""
 
     @abstractmethod
-    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
-        """Return the model's outputs for a local batch, a structure of NumPy arrays; `form` as in `expect`. One program
-        over several processes returns those for the global batch, of which `data` is this share."""
+    def predict(self, data: Batch, structure: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
+        """Return the model's outputs for a local batch, as nested NumPy arrays.
+
+        Args:
+            data: The local batch.
+            structure: See `set_batch_structure`.
+            share: One program over several processes returns the outputs for the global batch, of which `data` is this
+                share.
+        """
 
     def end(self) -> None:
         """Put all state back into the model's variables."""

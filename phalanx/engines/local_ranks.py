@@ -35,7 +35,7 @@ class TooManyCollectivesError(Exception):
     """The ranks call more collectives than can be tried."""
 
 
-class _Part(NamedTuple):
+class _Contribution(NamedTuple):
     """One rank's contribution to a collective. Its kind is the same on all ranks."""
 
     kind: Any
@@ -55,9 +55,9 @@ class LocalRanks(Merge):
         self._calls = 0
         self.merged: list[tuple[StepLayout, list[Array]]] = []
         # By number of the collective in a step: the merged arrays, and for rows, where each rank's begin.
-        self._answered: list[tuple[list[Array], list[int]]] = []
+        self._merged_collectives: list[tuple[list[Array], list[int]]] = []
         # By rank, the call that interrupted it. An attempt leaves at most one: nothing runs after the interruption.
-        self._open: dict[int, _Part] = {}
+        self._pending: dict[int, _Contribution] = {}
 
     def whole(self, step: Callable[[], T]) -> T:
         """Return the result of the step of the whole batch. Its code sees one replica."""
@@ -75,8 +75,8 @@ class LocalRanks(Merge):
 
         Raises: StepsDifferError; TooManyCollectivesError; what `step` raises.
         """
-        self._answered, self._open = [], {}
-        # Each round starts over, and reaches the first collective that was not answered before.
+        self._merged_collectives, self._pending = [], {}
+        # Each round starts over, and reaches the first collective that was not merged before.
         for _ in range(MAX_COLLECTIVES):
             finished = []
             for rank in range(ranks):
@@ -89,33 +89,35 @@ class LocalRanks(Merge):
                     continue
             if len(finished) == ranks:
                 return finished
-            self._answer(ranks)
+            self._merge_pending(ranks)
         raise TooManyCollectivesError(f"more than {MAX_COLLECTIVES} collectives")
 
-    def _answer(self, ranks: int) -> None:
+    def _merge_pending(self, ranks: int) -> None:
         """Merge the contributions with which all ranks were interrupted.
 
         Raises: StepsDifferError if they were not interrupted at the same collective.
         """
-        parts = [self._open[rank] for rank in sorted(self._open)]
-        if len(parts) != ranks or any(_form(part) != _form(parts[0]) for part in parts):
+        parts = [self._pending[rank] for rank in sorted(self._pending)]
+        if len(parts) != ranks or any(_signature(part) != _signature(parts[0]) for part in parts):
             raise StepsDifferError
-        self._open.clear()
+        self._pending.clear()
         kind = parts[0].kind
         columns = list(zip(*[part.arrays for part in parts], strict=True))
         if kind == "rows":
             starts = np.cumsum([0, *[len(part.arrays[0]) for part in parts]])[:-1]
-            self._answered.append(([np.concatenate(column) for column in columns], [int(start) for start in starts]))
+            self._merged_collectives.append(
+                ([np.concatenate(column) for column in columns], [int(start) for start in starts])
+            )
             return
         weights = kind.weights if isinstance(kind, StepLayout) else [MergeWeight.ONE] * len(columns)
         merged = [reduce(EXTREMES.get(w, np.add), column) for w, column in zip(weights, columns, strict=True)]
-        self._answered.append((merged, []))
+        self._merged_collectives.append((merged, []))
 
-    def total(self, own: Array, share: float) -> Array:
-        return np.array(self._ask(_Part("sum", [own]))[0][0])
+    def all_reduce(self, local: Array, share: float) -> Array:
+        return np.array(self._contribute(_Contribution("sum", [local]))[0][0])
 
-    def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
-        arrays, starts = self._ask(_Part("rows", [own]))
+    def all_gather(self, local: Array, share: float) -> tuple[Array, int]:
+        arrays, starts = self._contribute(_Contribution("rows", [local]))
         return np.array(arrays[0]), starts[self._rank] if starts and self._rank is not None else 0
 
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
@@ -125,24 +127,24 @@ class LocalRanks(Merge):
         own = [
             np.asarray(a) * np.asarray(counts.get(w, 1.0), a.dtype) for w, a in zip(layout.weights, arrays, strict=True)
         ]
-        merged, _ = self._ask(_Part(layout, own))
+        merged, _ = self._contribute(_Contribution(layout, own))
         self.merged.append((layout, [np.array(array) for array in merged]))
         for array, view in zip(merged, layout.cut(flats), strict=True):
             np.copyto(view, array.reshape(view.shape))
         return flats
 
-    def _ask(self, part: _Part) -> tuple[list[Array], list[int]]:
+    def _contribute(self, part: _Contribution) -> tuple[list[Array], list[int]]:
         if self._rank is None:
             return part.arrays, []
         number, self._calls = self._calls, self._calls + 1
-        if number < len(self._answered):
-            return self._answered[number]
+        if number < len(self._merged_collectives):
+            return self._merged_collectives[number]
         # Copies: backends reuse the memory that they pass to a merge.
-        self._open[self._rank] = _Part(part.kind, [np.array(array) for array in part.arrays])
+        self._pending[self._rank] = _Contribution(part.kind, [np.array(array) for array in part.arrays])
         raise CollectivePending
 
 
-def _form(part: _Part) -> Any:
+def _signature(part: _Contribution) -> Any:
     """Return the form of a call, which must be the same on all ranks."""
     first = 1 if part.kind == "rows" else 0
     return part.kind, [(array.shape[first:], array.dtype) for array in part.arrays]

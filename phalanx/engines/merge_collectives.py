@@ -48,12 +48,12 @@ class MergeCollectives:
 
     def all_reduce(self, tensors: list[Any]) -> list[Any]:
         """See `StepCollectives.all_reduce`."""
-        return self._call(self._totals, tensors, gradient=lambda flowing, shapes: self._flowing_back(flowing))
+        return self._call(self._all_reduce_arrays, tensors, gradient=lambda flowing, shapes: self._backward(flowing))
 
     def all_gather(self, tensors: list[Any]) -> list[Any]:
         """See `StepCollectives.all_gather`."""
         self.has_gathered = True
-        return self._call(self._gather, tensors, shape_of=self._gathered_shape, gradient=self._own_rows)
+        return self._call(self._gather, tensors, shape_of=self._gathered_shape, gradient=self._gather_backward)
 
     def merge_gradients(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """Return gradients merged as at the end of a step. None stays None."""
@@ -69,22 +69,22 @@ class MergeCollectives:
         """Return the number of samples in the global batch. All ranks must call this."""
         return len(self._merge.all_gather(np.zeros(own, np.uint8), self.share)[0])
 
-    def _totals(self, arrays: Sequence[Array]) -> list[Array]:
+    def _all_reduce_arrays(self, arrays: Sequence[Array]) -> list[Array]:
         totals: list[Array] = [np.zeros(0)] * len(arrays)
         # One message per dtype: a collective in a step costs more than the bytes of a few scalars.
         for dtype in dict.fromkeys(array.dtype for array in arrays):
             chosen = [i for i, array in enumerate(arrays) if array.dtype == dtype]
             flat = np.concatenate([arrays[i].reshape(-1) for i in chosen])
-            parts = np.split(self._merge.total(flat, self.share), np.cumsum([arrays[i].size for i in chosen])[:-1])
+            parts = np.split(self._merge.all_reduce(flat, self.share), np.cumsum([arrays[i].size for i in chosen])[:-1])
             for i, part in zip(chosen, parts, strict=True):
                 totals[i] = part.reshape(arrays[i].shape)
         return totals
 
-    def _flowing_back(self, gradients: Sequence[Array]) -> list[Array]:
+    def _backward(self, gradients: Sequence[Array]) -> list[Array]:
         # `GlobalGradients` multiplied the loss by the share before the backward pass: the gradients already contain it.
         if not self.weights_gradients:
-            return self._totals(gradients)
-        totals = self._totals([gradient * gradient.dtype.type(self.share) for gradient in gradients])
+            return self._all_reduce_arrays(gradients)
+        totals = self._all_reduce_arrays([gradient * gradient.dtype.type(self.share) for gradient in gradients])
         # This rank has no samples: no gradient may reach its placeholder.
         if not self.share:
             return [np.zeros_like(total) for total in totals]
@@ -93,10 +93,10 @@ class MergeCollectives:
     def _gather(self, arrays: Sequence[Array]) -> list[Array]:
         return [self._merge.all_gather(array, self.share)[0] for array in arrays]
 
-    def _own_rows(self, flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
+    def _gather_backward(self, flowing: list[Array], shapes: list[tuple[int, ...]]) -> list[Array]:
         """Compute the gradient of `_gather`."""
         found = []
-        for total, shape in zip(self._flowing_back(flowing), shapes, strict=True):
+        for total, shape in zip(self._backward(flowing), shapes, strict=True):
             # The forward call also found where the rows begin, but perhaps in another trace. So this gathers again, one
             # byte per row.
             start = self._merge.all_gather(np.zeros(shape[0], np.uint8), self.share)[1]

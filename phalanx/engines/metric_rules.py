@@ -68,7 +68,7 @@ class MetricRules:
         self.rules: tuple[MetricRule, ...] = ()
         self.is_decided = False
 
-    def note(self, variables: Sequence[Any]) -> None:
+    def set_variables(self, variables: Sequence[Any]) -> None:
         """Set the variables, whenever the model is built. What was decided for the same variables is kept."""
         # By identity: rules that were found hold as long as the model has these very variables, even if it is rebuilt.
         if [id(variable) for variable in variables] != [id(variable) for variable in self.variables]:
@@ -111,15 +111,15 @@ class MetricRules:
         # others depend on each batch's shares.
         return any(rule != COUNTER and (rule.is_additive or rule.weight not in EXTREMES) for rule in self.rules)
 
-    def added(self, values: Sequence[Array], start: Sequence[Array]) -> list[Array]:
+    def increments(self, values: Sequence[Array], start: Sequence[Array]) -> list[Array]:
         """Return the part of `values` to merge: increments since `start` for additive rules, else the values."""
         return [
             np.asarray(value - begun) if rule.is_additive else value
             for value, begun, rule in zip(values, start, self.rules, strict=True)
         ]
 
-    def with_start(self, merged: Sequence[Array], start: Sequence[Array]) -> list[Array]:
-        """Return the values from merged parts; the inverse of `added`."""
+    def add_start(self, merged: Sequence[Array], start: Sequence[Array]) -> list[Array]:
+        """Return the values from merged parts; the inverse of `increments`."""
         return [
             np.asarray(begun + value, begun.dtype) if rule.is_additive else value
             for value, begun, rule in zip(merged, start, self.rules, strict=True)

@@ -17,7 +17,7 @@ Array = np.ndarray[Any, Any]
 State = list[Array]
 """For each kind of device, an array of shape (bytes,), uint8; empty if the backend keeps none."""
 
-_NEXT = 2**31
+_SHARED_STREAM = 2**31
 """A number that no rank and no micro-batch has."""
 
 
@@ -67,15 +67,15 @@ def _accelerators() -> list[Any]:
     return [*found, *([torch.mps] if torch.backends.mps.is_available() else [])]
 
 
-def draw_own_numbers(chiefs: Sequence[Array], rank: int) -> None:
+def seed_from_rank(chiefs: Sequence[Array], rank: int) -> None:
     """Set a state that follows from the chief's `random_state` and the rank. No effect on the chief."""
     if chiefs and rank:
         seed_random_state(hash_of(rank, digest(chiefs)))
 
 
-def draw_next_numbers(former: Sequence[Array]) -> None:
+def advance_shared_state(former: Sequence[Array]) -> None:
     """Set the state that follows `former`, the same on all ranks, after each has drawn its own numbers from it."""
-    draw_own_numbers(former, _NEXT)
+    seed_from_rank(former, _SHARED_STREAM)
 
 
 def digest(state: Sequence[Array]) -> int:
@@ -89,6 +89,6 @@ def hash_of(*parts: int | bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 1
 
 
-def differ(state: Sequence[Array], other: Sequence[Array]) -> bool:
+def states_differ(state: Sequence[Array], other: Sequence[Array]) -> bool:
     """Whether the states differ for a kind of device that both have. One may have started to use a GPU since."""
     return any((one != another).any() for one, another in zip(state, other, strict=False))

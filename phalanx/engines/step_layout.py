@@ -78,7 +78,7 @@ class StepLayout:
             tuple(map(id, variables)),
         )
 
-    def chosen(self, indices: Sequence[int]) -> StepLayout:
+    def select(self, indices: Sequence[int]) -> StepLayout:
         """Return the layout of some of the arrays, in that order."""
         return StepLayout(
             tuple(self.shapes[i] for i in indices),
@@ -99,7 +99,7 @@ class StepLayout:
         return tuple(dict.fromkeys(self.dtypes))
 
     @cached_property
-    def _places(self) -> tuple[tuple[int, int, int], ...]:
+    def _locations(self) -> tuple[tuple[int, int, int], ...]:
         """The index of each array's buffer, and its first and last element (exclusive) there."""
         ends = dict.fromkeys(self.flat_dtypes, 0)
         places = []
@@ -113,7 +113,7 @@ class StepLayout:
     def allocate(self) -> list[Array]:
         """Allocate zeroed flat buffers, at addresses from which a backend can compute without copying them."""
         sizes = [0] * len(self.flat_dtypes)
-        for buffer, _, stop in self._places:
+        for buffer, _, stop in self._locations:
             sizes[buffer] = max(sizes[buffer], stop)
         return [
             allocation.zeros_aligned((size,), np.dtype(dtype))
@@ -126,7 +126,7 @@ class StepLayout:
         return any(weight in EXTREMES for weight in self.weights)
 
     @property
-    def elements(self) -> int:
+    def num_elements(self) -> int:
         """Number of elements of all arrays."""
         return sum(math.prod(shape) for shape in self.shapes)
 
@@ -134,20 +134,20 @@ class StepLayout:
         """Return the arrays inside flat buffers: views of NumPy buffers, slices of traced ones."""
         return [
             flats[buffer][start:stop].reshape(shape)
-            for (buffer, start, stop), shape in zip(self._places, self.shapes, strict=True)
+            for (buffer, start, stop), shape in zip(self._locations, self.shapes, strict=True)
         ]
 
 
 SMALL = 4096
 """Below this many elements, passing an array costs more than copying it into another."""
-SMALL_ON_THE_BUS = 2**16
+SMALL_ON_GPU = 2**16
 """The same for an array that comes from a GPU."""
 
 
-def bundles(layout: StepLayout, small: int = SMALL) -> list[list[int]]:
+def group_small_arrays(layout: StepLayout, small: int = SMALL) -> list[list[int]]:
     """Group the indices of a layout's arrays; each group is sent as one array.
 
-    Arrays below `small` elements with equal weights form a group; each larger array is its own group. `layout.chosen`
+    Arrays below `small` elements with equal weights form a group; each larger array is its own group. `layout.select`
     of all groups in sequence describes the same flat buffers as the layout of the joined arrays.
     """
     groups: dict[object, list[int]] = {}
@@ -158,7 +158,7 @@ def bundles(layout: StepLayout, small: int = SMALL) -> list[list[int]]:
     return list(groups.values())
 
 
-def absent(array: Array, weight: MergeWeight) -> Array:
+def neutral_value(array: Array, weight: MergeWeight) -> Array:
     """Return the array that a rank without samples contributes to a merge, so that it does not count.
 
     Its array comes from a placeholder batch. Scaling it by zero is not enough: it may hold NaN where no sample does.

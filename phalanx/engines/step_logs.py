@@ -11,7 +11,7 @@ from phalanx.keras_compat.model_state import flat_logs
 from phalanx.keras_compat.observation.log_origins import LogOrigins
 
 
-def silent_metrics(model: Any, merged: Sequence[Any]) -> frozenset[str]:
+def metrics_without_updates(model: Any, merged: Sequence[Any]) -> frozenset[str]:
     """Return the names of the metrics that a step did not update: a log of the same name is not their result."""
     # A metric that has counted has at least one nonzero variable, if only its count.
     # Not strict: a metric built by the step itself was not merged.
@@ -21,7 +21,7 @@ def silent_metrics(model: Any, merged: Sequence[Any]) -> frozenset[str]:
     return frozenset(name for name, silent in is_silent.items() if silent)
 
 
-def still_silent(before: frozenset[str] | None, model: Any, merged: Sequence[Any]) -> frozenset[str]:
+def metrics_never_updated(before: frozenset[str] | None, model: Any, merged: Sequence[Any]) -> frozenset[str]:
     """Return the names of the metrics that no step has updated so far.
 
     Args:
@@ -32,11 +32,11 @@ def still_silent(before: frozenset[str] | None, model: Any, merged: Sequence[Any
     if before is not None and not before:
         return before
     # The set only shrinks: a metric may have nothing to count in one batch, and its log is still its result.
-    now = silent_metrics(model, merged)
+    now = metrics_without_updates(model, merged)
     return now if before is None else before & now
 
 
-def weigh_last(values: Sequence[Any], last: float, share: float) -> list[Any]:
+def scale_last_logs(values: Sequence[Any], last: float, share: float) -> list[Any]:
     """Scale the last batch's own logs of a rank, as float32, so that merging them by `share` counts them by `last`.
 
     Args:

@@ -11,7 +11,7 @@ import numpy as np
 
 from phalanx.data import DistributedDataset
 from phalanx.engines.engine import GradientRows
-from phalanx.keras_compat.variables.merged_variables import ReplicaParts
+from phalanx.keras_compat.variables.merged_variables import VariableMerger
 
 Array = np.ndarray[Any, Any]
 HostFunction = Callable[[list[Array]], list[Array]]
@@ -41,7 +41,7 @@ class Tensors(ABC):
         """Whether an `optimizer.apply` inside `strategy.run` can merge its gradients first at this moment."""
         return True
 
-    def are_of_own_samples(self, gradients: Sequence[Any], weights: Sequence[Any]) -> bool:
+    def are_unmerged(self, gradients: Sequence[Any], weights: Sequence[Any]) -> bool:
         """Whether gradients that `optimizer.apply` cannot merge now were just computed from the weights, and so cannot
         have been merged."""
         return False
@@ -86,7 +86,7 @@ class Tensors(ABC):
         return None
 
     @staticmethod  # noqa: B027 (most trace nothing)
-    def trace_apart(key: Callable[[], Hashable | None]) -> None:
+    def add_trace_key(key: Callable[[], Hashable | None]) -> None:
         """Trace compiled functions separately for each value of `key()`, if a trace keeps decisions made in Python:
         whether to merge may depend on the key."""
 
@@ -100,8 +100,8 @@ class Tensors(ABC):
         return nullcontext()
 
     @staticmethod
-    def variable_merge_scope(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
-        """Context in which new variables of the backend itself (not Keras's) belong to the `current_parts()` at their
+    def variable_merge_scope(current_merger: Callable[[], VariableMerger | None]) -> AbstractContextManager[None]:
+        """Context in which new variables of the backend itself (not Keras's) belong to the `current_merger()` at their
         creation, if there are any."""
         return nullcontext()
 

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 from phalanx.errors import ConfigurationError, UnsupportedError
-from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot, build_noting_slots, set_decaying
+from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot, build_and_record_slots, set_decaying
 
 Array = np.ndarray[Any, Any]
 
@@ -47,11 +47,11 @@ class Updater(ABC):
 
     Attributes:
         slots: Slot of each of the optimizer's variables.
-        lends: Whether `values` returns the memory that the next update changes, instead of copies.
+        shares_buffers: Whether `values` returns the memory that the next update changes, instead of copies.
     """
 
     slots: tuple[OptimizerSlot, ...]
-    lends = False
+    shares_buffers = False
 
     @property
     @abstractmethod
@@ -102,7 +102,7 @@ class BackendUpdater(Updater):
         # `keras.optimizers.deserialize` does not know all of Keras's own optimizers (Lamb).
         self.optimizer = _create_optimizer(json.loads(optimizer))
         set_decaying(self.optimizer, [piece.decays for piece in pieces], self.variables)
-        self.slots = build_noting_slots(self.optimizer, self.variables)
+        self.slots = build_and_record_slots(self.optimizer, self.variables)
         self._prepare()
 
     @property
@@ -151,31 +151,31 @@ def check_kind(optimizer: Any) -> None:
         )
 
 
-def check_optimizer(optimizer: Any, *, cut: bool, whole: bool, late: bool = False) -> None:
+def check_optimizer(optimizer: Any, *, is_sharded: bool, is_on_one_server: bool, is_partial: bool = False) -> None:
     """Raise UnsupportedError for an optimizer that cannot run on servers, or not on this many.
 
     Args:
         optimizer: A Keras optimizer.
-        cut: Whether a variable has more than one shard.
-        whole: Whether one server has all variables, uncut, and so sees every norm itself.
-        late: Whether an update may lack some workers' gradients.
+        is_sharded: Whether a variable has more than one shard.
+        is_on_one_server: Whether one server has all variables, undivided, and so sees every norm itself.
+        is_partial: Whether an update may lack some workers' gradients.
     """
     check_kind(optimizer)
     name = type(optimizer).__name__
-    if clips_by_norm(optimizer) and not whole and (late or optimizer.gradient_accumulation_steps):
+    if clips_by_norm(optimizer) and not is_on_one_server and (is_partial or optimizer.gradient_accumulation_steps):
         raise UnsupportedError(
-            f"{name} clips by the norm of {'the first' if late else 'accumulated'} gradients, of which each of several "
-            f"servers sees a part only. Use one server and no variable_partitioner, clipvalue, or leave out "
-            f"{'replicas_to_aggregate' if late else 'gradient_accumulation_steps'}."
+            f"{name} clips by the norm of {'the first' if is_partial else 'accumulated'} gradients, of which each of "
+            f"several servers sees a part only. Use one server and no variable_partitioner, clipvalue, or leave out "
+            f"{'replicas_to_aggregate' if is_partial else 'gradient_accumulation_steps'}."
         )
-    if cut and any(kind.__name__ in _WHOLE_VARIABLE_OPTIMIZERS for kind in type(optimizer).__mro__):
+    if is_sharded and any(kind.__name__ in _WHOLE_VARIABLE_OPTIMIZERS for kind in type(optimizer).__mro__):
         raise UnsupportedError(
             f"{name} computes with each variable as a whole, so its variables cannot be partitioned. Leave out "
             f"variable_partitioner, or choose another optimizer."
         )
 
 
-def why_not_by_rows(optimizer: Any, slots: Sequence[OptimizerSlot], variable: int, shape: Sequence[int]) -> str:
+def row_update_obstacle(optimizer: Any, slots: Sequence[OptimizerSlot], variable: int, shape: Sequence[int]) -> str:
     """Return why an optimizer cannot update single rows of a variable, or "" if it can.
 
     Args:
@@ -197,7 +197,7 @@ def why_not_by_rows(optimizer: Any, slots: Sequence[OptimizerSlot], variable: in
     return ""
 
 
-def clipped(optimizer: Any, gradients: Sequence[Array]) -> list[Array]:
+def clip_gradients(optimizer: Any, gradients: Sequence[Array]) -> list[Array]:
     """Clip gradients by norm as the optimizer would if it saw all of them. Clipping by value is left to it."""
     if optimizer.global_clipnorm is not None:
         # The squares of each gradient are summed in its own dtype, the sums of all gradients in float64.

@@ -59,7 +59,7 @@ def standardize_arrays(
 
 
 def shuffled_orders(
-    samples: int, batch_size: int, shuffle: bool | str, *, peeked: bool
+    samples: int, batch_size: int, shuffle: bool | str, *, reads_ahead: bool
 ) -> Iterator[np.ndarray[Any, Any]]:
     """Return the orders in which Keras would visit the samples of arrays, pass after pass, on the current backend.
 
@@ -71,8 +71,8 @@ def shuffled_orders(
         samples: Number of samples.
         batch_size: Size of the global batch.
         shuffle: The `shuffle` argument of `fit`: True, False or "batch".
-        peeked: Whether Keras would have read one batch before the first pass, to build the model. Its random numbers
-            are drawn by this call, the others pass by pass.
+        reads_ahead: Whether Keras would have read one batch before the first pass, to build the model. Its random
+            numbers are drawn by this call, the others pass by pass.
     """
     import keras
     from keras.src.trainers.epoch_iterator import EpochIterator
@@ -84,9 +84,9 @@ def shuffled_orders(
     size = batch_size if shuffle == "batch" else samples
     passes = EpochIterator(np.arange(samples), batch_size=size, shuffle=shuffle)
     if keras.backend.backend() == "torch":
-        # The sampler does not include what opening a pass draws (`draw_as_a_loader`).
+        # The sampler does not include what opening a pass draws (`draw_loader_seed`).
         sampler = passes.data_adapter.get_torch_dataloader().batch_sampler
-        if peeked:
+        if reads_ahead:
             next(iter(sampler))
         return (np.concatenate([np.asarray(batch) for batch in sampler]) for _ in itertools.count())
     passes._get_iterator = {
@@ -94,7 +94,7 @@ def shuffled_orders(
         # Once for all passes, as Keras does: creating one takes some 80 ms.
         "tensorflow": functools.cache(passes.data_adapter.get_tf_dataset),
     }[keras.backend.backend()]
-    if peeked:
+    if reads_ahead:
         next(next(passes._enumerate_iterator())[2])
         passes.reset()
     return (
@@ -151,7 +151,7 @@ def ordered_enqueuer(dataset: Any, workers: int, use_multiprocessing: bool, max_
     )
 
 
-def opens_one_more_pass(kind: str) -> bool:
+def opens_extra_iterator(kind: str) -> bool:
     """Whether Keras opens another iterator of a dataset of known length at the end of a pass, and drops it.
 
     `EpochIterator` does so if it iterates over the dataset itself. Otherwise it opens a generator, which does not
@@ -165,7 +165,7 @@ def opens_one_more_pass(kind: str) -> bool:
     return bool(keras.backend.backend() == kind)
 
 
-def draw_as_a_loader() -> None:
+def draw_loader_seed() -> None:
     """Draw the random number that opening a pass over any data draws on PyTorch.
 
     Keras's PyTorch trainer reads everything through DataLoaders, whose iterators first draw a seed for workers. The

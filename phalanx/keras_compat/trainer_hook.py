@@ -11,7 +11,7 @@ nothing: it passes the call, with Keras's own method, to the dispatcher.
     Variable._initialize                            -> dispatcher.register_variable
     Optimizer.apply                                 -> dispatcher.merge_gradients, then Keras's own
     BatchNormalization._moments                     -> see `global_batch_norm`
-    Layer.stateless_call                            -> see `added_losses`
+    Layer.stateless_call                            -> see `loss_id_reset`
     paths that are URLs                             -> see `remote_files`, `mirrored_logs`
 
 `choose_train_function` is independent of this: with it, Horovod's interface chooses the function with which Keras's own
@@ -32,9 +32,9 @@ from typing import Any, Protocol
 
 import keras
 
-from phalanx.keras_compat.global_batch.added_losses import forgetting_former_losses
 from phalanx.keras_compat.global_batch.global_batch_norm import accepting_synchronized, synchronizing
-from phalanx.keras_compat.global_batch.optimizer_applies import stray_merge
+from phalanx.keras_compat.global_batch.loss_id_reset import clearing_loss_ids
+from phalanx.keras_compat.global_batch.optimizer_applies import external_optimizer_merge
 from phalanx.keras_compat.keras_internals import keras_trainer
 from phalanx.keras_compat.patching import Patches, defining_class
 from phalanx.keras_compat.saving import mirrored_logs, remote_files
@@ -87,7 +87,7 @@ class KerasDispatcher(Protocol):
         """Called after Keras has dropped the functions that it had compiled for a model's steps."""
         ...
 
-    def register_object(self, thing: Any) -> None:
+    def register_object(self, obj: Any) -> None:
         """Called after a layer, an optimizer or a metric was constructed."""
         ...
 
@@ -143,7 +143,7 @@ def install(dispatcher: KerasDispatcher) -> None:
         # The base classes: constructors of subclasses call these, perhaps several times (`ScopeRegistry.register`).
         _patches.replace(defining_class(kind, "__init__"), "__init__", _registering_object)
     _patches.replace(defining_class(keras.Variable, "_initialize"), "_initialize", _registering_variable)
-    _keep_added_losses()
+    _patch_stateless_call()
     remote_files.install(_patches)
     mirrored_logs.install(_patches)
 
@@ -168,15 +168,15 @@ def choose_train_function(choose: Callable[[Any, Callable[[], None]], Callable[.
     """
     global _choose_train_function
     _choose_train_function = choose
-    _keep_added_losses()
+    _patch_stateless_call()
     trainer = keras_trainer()
     if (trainer, "make_train_function") not in _patches:
         _patches.replace(trainer, "make_train_function", _choosing)
 
 
-def _keep_added_losses() -> None:
+def _patch_stateless_call() -> None:
     if (keras.layers.Layer, "stateless_call") not in _patches:
-        _patches.replace(keras.layers.Layer, "stateless_call", forgetting_former_losses)
+        _patches.replace(keras.layers.Layer, "stateless_call", clearing_loss_ids)
 
 
 def _followed_by(act: Callable[[Any], None], original: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,7 +192,7 @@ def _followed_by(act: Callable[[Any], None], original: Callable[..., Any]) -> Ca
 
 
 def _registering_object(original: Callable[..., Any]) -> Callable[..., Any]:
-    method = _followed_by(lambda thing: _dispatcher.register_object(thing), original)
+    method = _followed_by(lambda obj: _dispatcher.register_object(obj), original)
     # Keras reads the signature to write an object's configuration, and does not follow `__wrapped__`.
     vars(method)["__signature__"] = inspect.signature(original)
     return method
@@ -260,7 +260,7 @@ def _merging(original: Callable[..., Any]) -> Callable[..., Any]:
             if trainable_variables is not None:
                 trainable_variables = list(trainable_variables)
             known = self._trainable_variables if trainable_variables is None else trainable_variables
-            merge = stray_merge() or _dispatcher.merge_gradients
+            merge = external_optimizer_merge() or _dispatcher.merge_gradients
             return original(self, merge(list(grads), known), trainable_variables)
         finally:
             _applying.optimizer = None

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class StrategyVariables:
-    """The variables that were created in a strategy's scope; see `ReplicaParts`."""
+    """The variables that were created in a strategy's scope; see `VariableMerger`."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -84,7 +84,7 @@ class StrategyVariables:
         is_outside = self._strategy._replica.calling_thread is None or hook_ranks() == "all"
         return replica_context.reads_are_merged() and is_outside
 
-    def check_lone_read(self, name: str) -> None:
+    def check_chief_read(self, name: str) -> None:
         if replica_context.reads_are_merged() and hook_ranks() == "chief":
             raise UnsupportedError(
                 f"{name} holds this replica's part of what strategy.run has counted, and a callback that the chief "
@@ -114,8 +114,8 @@ class StrategyVariables:
         return strategy.reduce(aggregation.upper(), value)
 
     def merge_for_checkpoint(self, value: Any, aggregation: str, name: str) -> Any:
-        """See `ReplicaParts`. A barrier comes first: if the chief saves alone, its value must not be added to what the
-        others merge at that time."""
+        """See `VariableMerger`. A barrier comes first: if the chief saves alone, its value must not be added to what
+        the others merge at that time."""
 
         def meet(arrays: list[Array]) -> list[Array]:
             progress.enter("barrier")
@@ -124,13 +124,13 @@ class StrategyVariables:
 
         return self.merge(self._strategy._merged(value, meet, same_shape, None), aggregation)
 
-    def own_part(self, value: Any, aggregation: str) -> Any:
+    def local_part(self, value: Any, aggregation: str) -> Any:
         # The sum over replicas must equal a value that is assigned from outside.
         if aggregation != "sum" or self._strategy.rank == 0:
             return value
         return keras.ops.zeros_like(value)
 
-    def assigns_wholes(self) -> bool:
+    def assigns_merged_values(self) -> bool:
         return self._strategy._replica.calling_thread is not None and not self.is_in_run()
 
     def outside_of_traces(self) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from phalanx.compat.unsupported_names import missing_member
 from phalanx.compression.compression_registry import describe
 from phalanx.data.distributed_dataset import DatasetDistribution, Members
 from phalanx.data.input_request import InputRequest
-from phalanx.engines import make_tensors, making_placed, put_on_mesh, running_placed
+from phalanx.engines import make_tensors, placed_step_scope, placement_scope, put_on_mesh
 from phalanx.engines.spmd.placement import Placement
 from phalanx.engines.tensors import Gradient, HostFunction, Shape, same_shape
 from phalanx.errors import ConfigurationError, UnsupportedError
@@ -85,7 +85,7 @@ class Strategy:
         self._trace_key: Hashable = object()  # see `replica_context.trace_key`
         self._tensors = make_tensors()
         # Tracing a `tf.function` fixes whether optimizers merge, so it needs a separate trace inside `run`.
-        self._tensors.trace_apart(replica_context.trace_key)
+        self._tensors.add_trace_key(replica_context.trace_key)
         self._tensors.count_replicas(replica_context)
         process_exit.add_cause_finder(self._tensors.find_cause)
 
@@ -190,7 +190,7 @@ class Strategy:
     def scope(self) -> Iterator[Strategy]:
         """Context in which models that are created or compiled belong to this strategy."""
         install_trainer_hook()
-        with replica_context.scope_context(self), making_placed(self.placement), self._variable_merge_scope():
+        with replica_context.scope_context(self), placement_scope(self.placement), self._variable_merge_scope():
             yield self
 
     def _variable_merge_scope(self) -> AbstractContextManager[None]:
@@ -228,7 +228,7 @@ class Strategy:
         install_trainer_hook()
         if not self.computes_alone:
             self._variables.prepare()
-        with replica_context.run_context(self), running_placed(self.placement), self._variable_merge_scope():
+        with replica_context.run_context(self), placed_step_scope(self.placement), self._variable_merge_scope():
             try:
                 result = fn(*args, **(kwargs or {}))
             except Exception as error:
@@ -425,7 +425,7 @@ def _merge_gradients(gradients: list[Any], variables: list[Any]) -> list[Any]:
         return gradients
     strategy = context.strategy
     if not strategy._tensors.merges_in_apply:
-        if strategy._tensors.are_of_own_samples(gradients, [variable.value for variable in variables]):
+        if strategy._tensors.are_unmerged(gradients, [variable.value for variable in variables]):
             raise UnsupportedError(
                 "A compiled function in strategy.run computes gradients and applies them with stateless_apply, which "
                 "merges nothing: each replica would train alone. Compile two functions, and merge between them: "

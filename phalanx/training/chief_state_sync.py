@@ -18,7 +18,7 @@ import numpy as np
 
 from phalanx.cluster.task_comparison import describe_difference
 from phalanx.engines import buffers
-from phalanx.engines.random_state import draw_own_numbers, random_state
+from phalanx.engines.random_state import random_state, seed_from_rank
 from phalanx.errors import CollectiveTimeoutError, DisagreementError
 from phalanx.keras_compat.variables.host_values import host_copy, to_host
 from phalanx.training.servers.parameter_server_worker import ParameterServerWorker
@@ -87,7 +87,7 @@ def receive_state(worker: ParameterServerWorker, model: Any, fit: int, changing:
                 value = shifted_seed(value, worker.number)
             if not np.array_equal(value, before):
                 variable.assign(value)
-    draw_own_numbers(random_state(), worker.number)
+    seed_from_rank(random_state(), worker.number)
 
 
 @contextmanager

@@ -262,7 +262,7 @@ class ElasticRecovery:
         low, high = local_range(batch.global_size or batch.size, world_size - 1, world_size)
         part = _resized(batch.data, max(1, high - low))
         progress.report("compilation")
-        self._model.merge.expect(batch.global_size)
+        self._model.merge.set_batch_size(batch.global_size)
         engine.begin()
         engine.train(part, 1.0 / replica.world_size)
         engine.end()
@@ -279,7 +279,7 @@ class ElasticRecovery:
         ranges = [local_range(batch.global_size, rank, world_size) for rank in range(world_size)]
         sizes = {stop - start for start, stop in ranges} - {0, batch.size}
         engine = self._model.engine
-        work = [engine.warm(_resized(batch.data, size), size / batch.global_size) for size in sorted(sizes)]
+        work = [engine.compile_ahead(_resized(batch.data, size), size / batch.global_size) for size in sorted(sizes)]
         if any(work):
             compile_in_background([part for part in work if part is not None])
 

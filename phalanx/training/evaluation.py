@@ -72,7 +72,7 @@ def _pass(
                 if not all_samples:
                     replica_model.probes.examine(engine, "test_step", batch.data, source.structure)
                 timeline.current.enter("forward")
-                engine.expect(source.structure)
+                engine.set_batch_structure(source.structure)
                 logs = evaluate_batch(replica_model, batch, start, merges=every_batch)
                 timeline.current.leave()
                 own_samples += batch.size
@@ -130,7 +130,7 @@ def evaluate_batch(
     Args:
         merges: Whether the ranks merge the metrics now; if not, there are no logs yet.
     """
-    replica_model.merge.expect(batch.global_size, batch.fixed_size)
+    replica_model.merge.set_batch_size(batch.global_size, batch.fixed_size)
     if (deterministic := replica_model.deterministic) is not None:
         return deterministic.test(batch, start)
     engine = replica_model.engine

@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.data.dataset_elements import ElementStructure
 from phalanx.engines import make_engine
 from phalanx.engines.local_ranks import LocalRanks
-from phalanx.keras_compat.observation.trial_conditions import running_eagerly
+from phalanx.keras_compat.observation.deterministic_steps import running_eagerly
 from phalanx.training.program_effects.program_state import ProgramState
 
 
@@ -26,7 +26,7 @@ def build_layers_by_step(model: Any, data: Any, structure: ElementStructure, ste
     """
     with ProgramState(model).restored_on_exit(), running_eagerly(model):
         engine = make_engine(model, LocalRanks())
-        engine.expect(structure)
+        engine.set_batch_structure(structure)
         engine.build(data)
         # The declared rules suffice: nothing that is computed here is kept.
         engine.metric_rules.decide(engine.metric_rules.rules)

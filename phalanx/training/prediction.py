@@ -97,7 +97,7 @@ def local_outputs(
     replica_model: ReplicaModel, batch: JointBatch, structure: ElementStructure = ElementStructure.PARTS
 ) -> Any:
     """Return the outputs for this rank's part of a batch; see `Engine.predict`."""
-    replica_model.merge.expect(batch.global_size, batch.fixed_size)
+    replica_model.merge.set_batch_size(batch.global_size, batch.fixed_size)
     if replica_model.deterministic is None:
         return replica_model.engine.predict(batch.data, structure, batch.share)
     return replica_model.deterministic.predict(batch, structure)
@@ -114,7 +114,7 @@ class LayerCounts:
     def __init__(self, replica_model: ReplicaModel, outputs: LocalOutputs) -> None:
         self._engine = replica_model.engine
         apart = not outputs.is_whole and replica_model.deterministic is None
-        self._counts = apart and self._engine.counts_in_predictions
+        self._counts = apart and self._engine.predictions_update_metrics
         self._start = self._engine.metric_rules.values() if self._counts else []
         self._own_samples = self._all_samples = 0
 

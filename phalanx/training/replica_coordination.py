@@ -160,7 +160,7 @@ class ReplicaCoordination:
         if entering or not (self._state.has_batch_listeners and self._state.stepper.is_merged):
             return
         engine = self._replica_model.engine
-        if self._retry(lambda: self._replica.any(engine.in_variables)):
+        if self._retry(lambda: self._replica.any(engine.variables_are_current)):
             engine.end()
             self._replica_model.agree_on_learning_rate(self._retry)
             engine.begin()
@@ -174,7 +174,7 @@ class ReplicaCoordination:
         engine, structure = self._replica_model.engine, state.source.structure
         if not self._has_trained and stepper.merges_every_step:
             self._replica_model.probes.examine(engine, "train_step", batch.data, structure)
-        engine.expect(structure)  # an evaluation in between may have used another structure
+        engine.set_batch_structure(structure)  # an evaluation in between may have used another structure
         progress.report("gradients", epoch=state.epoch, step=step)
         if checkpointing is not None and stepper.merges_every_step:
             checkpointing.announce(steps=1)

@@ -150,7 +150,7 @@ class ReplicaModel:
         else:
             # Keras's steps receive all three here, including None.
             source.keras_structure = unpack((x, y, sample_weight))[0]
-            self.prepare(source, method).expect(source.keras_structure)
+            self.prepare(source, method).set_batch_structure(source.keras_structure)
         if not self._is_synchronized:
             state_sync.synchronize(self.model, self.replica)
             self._is_synchronized = True
@@ -197,8 +197,8 @@ class ReplicaModel:
             steps.append("train_step")
         tested = [*steps, *(["test_step"] if validation is not None and not validation.is_in_memory else [])]
         if _needs_a_batch(self.model) or self.probes.needs_batch(self.engine, tested):
-            first = source.peek(restart=self.engine.builds_from_a_batch)
-            self.engine.expect(source.structure)
+            first = source.peek(restart=self.engine.needs_batch_to_build)
+            self.engine.set_batch_structure(source.structure)
             check_batch_size(self.model, first, self.replica.world_size)
             data, is_read = first.data, True
         elif source.is_in_memory and self.probes.depends_on_batches(steps):
@@ -261,7 +261,7 @@ class ReplicaModel:
                 make_engine(self.model, self.merge) if placement is None else make_spmd_engine(self.model, placement)
             )
             if uses_rank_streams(self.replica):
-                self._engine.drawing_apart = step_stream_factory(self.model, self.replica)
+                self._engine.random_state_context = step_stream_factory(self.model, self.replica)
         self.replica.retry(lambda: compare_inputs(source, self.replica, method))
         if method != "fit":  # which compares once it knows where it resumes
             self.replica.retry(lambda: compare_samples(source, self.replica))

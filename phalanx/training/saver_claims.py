@@ -18,8 +18,8 @@ from phalanx.keras_compat.patching import overridden_methods
 from phalanx.keras_compat.saving.saver_methods import (
     SAVERS,
     finish_writing,
+    writing_atomically,
     writing_methods,
-    writing_whole_files,
     written_path,
 )
 from phalanx.runtime.write_claim import WriteClaim
@@ -65,7 +65,7 @@ def claim_paths(callbacks: CallbackList, exit_stack: ExitStack, generation: Call
 
 
 def _write(claim: WriteClaim, callback: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with claim.writing(), writing_whole_files(callback):
+    with claim.writing(), writing_atomically(callback):
         result = method(*args, **kwargs)
         finish_writing(callback)
     return result

@@ -11,7 +11,7 @@ import numpy as np
 
 from phalanx.collectives.communicator import ReduceOp
 from phalanx.engines import buffers
-from phalanx.engines.random_state import draw_own_numbers, keeps_random_state, random_state, set_random_state
+from phalanx.engines.random_state import keeps_random_state, random_state, seed_from_rank, set_random_state
 from phalanx.keras_compat.model_state import optimizers, sync_jax_state
 from phalanx.keras_compat.variables.host_values import host_copy, to_host
 from phalanx.training.checks.same_model import check_same_model
@@ -71,7 +71,7 @@ def _random_state_to_share(replica: Replica) -> list[np.ndarray[Any, Any]]:
 def seed_per_rank(replica: Replica) -> None:
     """Derive a different random state for each rank from the chief's, if no trainer takes the steps."""
     if keeps_random_state():
-        draw_own_numbers(replica.communicator.broadcast(random_state()[:1], root=0), replica.rank)
+        seed_from_rank(replica.communicator.broadcast(random_state()[:1], root=0), replica.rank)
 
 
 def _synchronize_copies(model: Any, replica: Replica) -> None:

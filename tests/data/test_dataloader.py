@@ -69,7 +69,7 @@ def test_a_loader_with_its_own_generator_keeps_the_order_that_it_has_without_pha
         rank.peek()
     for epoch in range(3):
         expected = [tuple(tensor.numpy() for tensor in batch) for batch in plain]
-        if data_adapters.opens_one_more_pass("torch"):
+        if data_adapters.opens_extra_iterator("torch"):
             iter(plain)  # as Keras does after each epoch
         assert_same_batches(merged_epoch(ranks, epoch), expected)
 
@@ -82,7 +82,7 @@ def test_evaluations_draw_what_keras_draws(steps):
     ]
     for _ in range(3):
         expected = [tuple(tensor.numpy() for tensor in batch) for batch in itertools.islice(plain, steps)]
-        if steps == 6 and data_adapters.opens_one_more_pass("torch"):
+        if steps == 6 and data_adapters.opens_extra_iterator("torch"):
             iter(plain)  # which Keras drops when the next evaluation begins
         for rank in ranks:
             rank.position.reset()

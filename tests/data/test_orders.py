@@ -37,7 +37,7 @@ def of_keras(passes):
 
 
 def ours(passes):
-    orders = shuffled_orders(SAMPLES, BATCH, shuffle, peeked=False)
+    orders = shuffled_orders(SAMPLES, BATCH, shuffle, reads_ahead=False)
     return [next(orders) for _ in range(passes)]
 
 

@@ -21,7 +21,7 @@ from unittest import mock
 import keras
 import numpy as np
 
-from phalanx.keras_compat.global_batch.added_losses import forgetting_former_losses
+from phalanx.keras_compat.global_batch.loss_id_reset import clearing_loss_ids
 from tests.differential.comparison import flatten
 from tests.support.commands import die_with_parent
 
@@ -137,7 +137,7 @@ def _steps_since(taken: dict[int, int], error: BaseException) -> int:
 
 def _keep_added_losses(stack: contextlib.ExitStack) -> None:
     """Keras on JAX drops a loss whose `id` another layer's loss had before, at random."""
-    replacement = forgetting_former_losses(keras.Layer.stateless_call)
+    replacement = clearing_loss_ids(keras.Layer.stateless_call)
     stack.enter_context(mock.patch.object(keras.Layer, "stateless_call", replacement))
 
 

@@ -20,7 +20,7 @@ arrived = []
 
 
 class Merge:
-    updates = separate = repeats = in_micro_batches = once_per_step = synchronizes_batch_norm = False
+    updates_weights = is_unfused = repeats_steps = uses_micro_batches = once_per_step = synchronizes_batch_norm = False
     gather = global_size = None
 
     def __call__(self, layout, arrays, share):
@@ -32,7 +32,7 @@ class Merge:
 
 
 class Servers(Merge):
-    updates = separate = True
+    updates_weights = is_unfused = True
 
     def __init__(self, model):
         self.weights = [np.array(v) for v in model.trainable_variables]

@@ -70,10 +70,10 @@ def test_what_cannot_be_one_program_is_refused_before_the_first_step(how: str, m
 
 
 def test_devices_that_differ_are_named() -> None:
-    from phalanx.engines.spmd.jax_processes import LocalDevices, check_alike
+    from phalanx.engines.spmd.jax_processes import LocalDevices, check_same_devices
 
     members = tuple(Member(rank, f"worker/{rank}", "host", "", rank) for rank in range(3))
     gpu = LocalDevices(8, "gpu", "NVIDIA H100")
-    check_alike(Membership(1, 0, members), [gpu, gpu, gpu])
+    check_same_devices(Membership(1, 0, members), [gpu, gpu, gpu])
     with pytest.raises(ConfigurationError, match=r"worker/2 differs: .*worker/2 has 8 of gpu \(NVIDIA A100\)"):
-        check_alike(Membership(1, 0, members), [gpu, gpu, LocalDevices(8, "gpu", "NVIDIA A100")])
+        check_same_devices(Membership(1, 0, members), [gpu, gpu, LocalDevices(8, "gpu", "NVIDIA A100")])

@@ -20,7 +20,7 @@ def test_ranks_meet_at_each_collective_in_turn():
     ranks = LocalRanks()
 
     def step(rank):
-        total = ranks.total(np.array([1.0 + rank]), 0.5)
+        total = ranks.all_reduce(np.array([1.0 + rank]), 0.5)
         rows, start = ranks.all_gather(np.full((1 + rank, 2), rank), 0.5)
         arrays = [np.array([2.0 * rank + total[0]])] * 4
         layout = StepLayout.of(arrays, WEIGHTS)
@@ -36,13 +36,13 @@ def test_the_whole_batch_meets_no_one():
     layout = StepLayout.of([np.ones(2)], [MergeWeight.GRADIENT])
 
     def step():
-        return ranks.total(np.ones(1), 1.0)[0], ranks(layout, [np.full(2, 3.0)], 1.0)[0].tolist()
+        return ranks.all_reduce(np.ones(1), 1.0)[0], ranks(layout, [np.full(2, 3.0)], 1.0)[0].tolist()
 
     assert ranks.whole(step) == (1.0, [3.0, 3.0])
 
 
 def test_steps_that_do_not_meet_are_told_apart():
     ranks = LocalRanks()
-    steps = [lambda rank: ranks.total(np.ones(1), 0.5), lambda rank: ranks.all_gather(np.ones(1), 0.5)]
+    steps = [lambda rank: ranks.all_reduce(np.ones(1), 0.5), lambda rank: ranks.all_gather(np.ones(1), 0.5)]
     with pytest.raises(StepsDifferError):
         run(ranks, steps)

@@ -48,16 +48,16 @@ def laid_out(**layouts: tuple[Any, ...]) -> Placement:
 )
 def test_each_level_divides_more(level: int, at_rest: Any, slot: Any, gradient: Any) -> None:
     placement = sharded(level, 1, 4)
-    assert placement.at_rest(KERNEL) == at_rest
-    assert placement.of_slot(KERNEL) == slot
-    assert placement.of_gradient(KERNEL) == gradient
-    assert placement.in_step(KERNEL) == (None, None)
+    assert placement.resting_layout(KERNEL) == at_rest
+    assert placement.slot_layout(KERNEL) == slot
+    assert placement.gradient_layout(KERNEL) == gradient
+    assert placement.step_layout(KERNEL) == (None, None)
 
 
 def test_what_is_small_or_divides_nowhere_stays_whole() -> None:
     placement = sharded(3, 1, 4)
-    assert placement.at_rest(BIAS) == (None,)
-    assert placement.at_rest(ODD) == (None, None)
+    assert placement.resting_layout(BIAS) == (None,)
+    assert placement.resting_layout(ODD) == (None, None)
     placement.check_divides([BIAS, KERNEL])
     with pytest.raises(ConfigurationError, match=r"replica=1, shard=4.*'odd' of shape \(63, 33\)"):
         placement.check_divides([BIAS, ODD])
@@ -65,16 +65,16 @@ def test_what_is_small_or_divides_nowhere_stays_whole() -> None:
 
 def test_a_batch_is_divided_over_all_axes_of_the_data_or_not_at_all() -> None:
     placement = sharded(3, 2, 2)
-    assert placement.of_batch((8, 3)) == ((REPLICA, SHARD),)
-    assert placement.of_batch((9, 3)) == placement.of_batch(()) == placement.of_batch((0, 3)) == ()
-    assert laid_out().of_batch((6,)) == ((DATA,),)
+    assert placement.batch_layout((8, 3)) == ((REPLICA, SHARD),)
+    assert placement.batch_layout((9, 3)) == placement.batch_layout(()) == placement.batch_layout((0, 3)) == ()
+    assert laid_out().batch_layout((6,)) == ((DATA,),)
 
 
 def test_layouts_of_the_program_are_those_of_the_variables_and_their_slots() -> None:
     placement = laid_out(**{".*/kernel": (None, MODEL), "mlp/up/bias": (MODEL,)})
-    assert placement.at_rest(KERNEL) == placement.of_slot(KERNEL) == (None, MODEL)
-    assert placement.at_rest(BIAS) == (MODEL,)
-    assert placement.at_rest(ODD) == (None, None)
+    assert placement.resting_layout(KERNEL) == placement.slot_layout(KERNEL) == (None, MODEL)
+    assert placement.resting_layout(BIAS) == (MODEL,)
+    assert placement.resting_layout(ODD) == (None, None)
     placement.check_names([KERNEL, BIAS])
 
 
@@ -87,7 +87,7 @@ def test_layouts_of_the_program_are_those_of_the_variables_and_their_slots() -> 
 )
 def test_a_layout_that_does_not_fit_names_the_variable_and_the_mesh(layouts: Any, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        laid_out(**layouts).at_rest(ODD)
+        laid_out(**layouts).resting_layout(ODD)
 
 
 def test_a_key_that_matches_nothing_is_answered_with_the_nearest_paths() -> None:
@@ -108,7 +108,7 @@ def test_the_same_on_other_devices() -> None:
     placement = laid_out(**{".*kernel": (None, MODEL)})
     other = placement.on_devices([f"tpu:{number}" for number in range(4)])
     assert other.mesh.devices.tolist() == [["tpu:0", "tpu:1"], ["tpu:2", "tpu:3"]]
-    assert other.at_rest(KERNEL) == (None, MODEL)
+    assert other.resting_layout(KERNEL) == (None, MODEL)
     with pytest.raises(ConfigurationError, match="has 4 devices, and there are 2"):
         placement.on_devices(devices(2))
 

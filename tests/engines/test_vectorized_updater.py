@@ -11,7 +11,7 @@ PROGRAM = """
 import itertools
 import keras
 import numpy as np
-from phalanx.engines import _of_backend, make_updater
+from phalanx.engines import _backend_class, make_updater
 from phalanx.keras_compat.copies.object_config import config_json_of
 from phalanx.engines.updater import UpdaterPiece
 from phalanx.engines.accelerations.vectorized_updater import ELEMENTWISE, VectorizedUpdater
@@ -26,12 +26,12 @@ def arrays():
     return [random.normal(size=shape).astype("float32") for shape in shapes]
 
 
-def made(optimizer, make, starts, apart=()):
+def made(optimizer, make, starts, ungrouped=()):
     clip = config_json_of(keras.constraints.MinMaxNorm(0.1, 0.2, axis=0))
     pieces = [
         UpdaterPiece(f"v{n}", value.copy(), clip if n == 5 else None, n != 2) for n, value in enumerate(starts)
     ]
-    return make(config_json_of(optimizer), pieces, *([apart] if apart else []))
+    return make(config_json_of(optimizer), pieces, *([ungrouped] if ungrouped else []))
 
 
 def close(left, right):
@@ -61,7 +61,8 @@ optimizers = [getattr(keras.optimizers, name)() for name in sorted(ELEMENTWISE)]
 ]
 for optimizer in optimizers:
     starts = arrays()
-    joined, apart = made(optimizer, make_updater, starts, apart=(1,)), made(optimizer, _of_backend("Updater"), starts)
+    joined = made(optimizer, make_updater, starts, ungrouped=(1,))
+    apart = made(optimizer, _backend_class("Updater"), starts)
     assert isinstance(joined, VectorizedUpdater)
     # One stays apart, one does not decay, one has a constraint; all others are one vector, however large.
     assert sorted(joined.groups) == [(0, 3, 4), (1,), (2,), (5,)]
@@ -82,7 +83,7 @@ for optimizer in optimizers:
         joined.apply(grouped(joined, gradients))
         apart.apply(gradients)
         close(values(joined), apart.values())
-        if not joined.lends:
+        if not joined.shares_buffers:
             close(*before)
         left, right = state(joined), state(apart)
         close([left[slot] for slot in apart.slots], right.values())

@@ -12,7 +12,7 @@ from phalanx.horovod.keras.fit_hook import _GradientMerge
 
 def test_a_reduction_that_overflows_leaves_the_batch_out_as_a_gradient_does() -> None:
     alone = SimpleNamespace(is_included=False, factor=1.0)
-    merge = _GradientMerge(alone, (), separate=True, checks_finite=True)
+    merge = _GradientMerge(alone, (), is_unfused=True, checks_finite=True)
     gradients = [np.full(2, 3e38, np.float32)]
     layout = StepLayout.of(gradients, [MergeWeight.GRADIENT])
     for accumulated, overflows in ((gradients, True), ([np.ones(2, np.float32)], False), (None, False)):

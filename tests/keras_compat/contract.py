@@ -383,7 +383,7 @@ def layers_and_variables_keep_whether_they_are_trainable() -> None:
     flags = TrainableFlags(model)
     model.layers[-1].trainable = False
     assert len(model.trainable_weights) == 2
-    with flags.in_place():
+    with flags.applied():
         assert len(model.trainable_weights) == 4
     assert len(model.trainable_weights) == 2
 
@@ -497,14 +497,14 @@ def models_show_their_parts() -> None:
 
 @check()
 def trials_depend_on_samples_alone() -> None:
-    from phalanx.keras_compat.observation.trial_conditions import TrialConditions
+    from phalanx.keras_compat.observation.deterministic_steps import DeterministicSteps
 
     model = small_model(normalizes=True)
     model._symbolic_build(data_batch=(X, Y, None))
     moving = keras.ops.convert_to_numpy(model.layers[0].variables[-1])
     weight, *_ = model.trainable_variables
     before = keras.ops.convert_to_numpy(weight)
-    with TrialConditions(model, lambda variables: None) as conditions:
+    with DeterministicSteps(model, lambda variables: None) as conditions:
         found = []
         for rows in (4, 2):
             conditions.begin()
@@ -522,7 +522,7 @@ def trials_depend_on_samples_alone() -> None:
     assert len(np.unique(keras.ops.convert_to_numpy(keras.random.normal((4, 1))))) == 4
     before = sys.stdout, keras.layers.BatchNormalization.call
     with contextlib.suppress(AttributeError):
-        TrialConditions(SimpleNamespace(jit_compile=False, run_eagerly=False), lambda variables: None).__enter__()
+        DeterministicSteps(SimpleNamespace(jit_compile=False, run_eagerly=False), lambda variables: None).__enter__()
     assert (sys.stdout, keras.layers.BatchNormalization.call) == before
 
 
@@ -612,8 +612,8 @@ def uses_of_metrics_are_noticed() -> None:
         with uses.watched(model, "train_step"):
             model.train_step((X, Y))
             model.reset_metrics()
-        assert (uses.resets, uses.reads_early) == expected, misuse
-        assert uses.logs_early == uses.reads_early
+        assert (uses.reset_metric, uses.early_read_metric) == expected, misuse
+        assert uses.early_logged_metric == uses.early_read_metric
 
 
 @check()
@@ -647,7 +647,7 @@ def jax_state_travels_as_arguments() -> None:
 
 @check("jax")
 def train_step_applies_its_gradients_once() -> None:
-    from phalanx.keras_compat.observation.jax_gradient_probe import only_call, probe
+    from phalanx.keras_compat.observation.jax_gradient_probe import gradients_of_only_call, recorded_applies
 
     model = small_model()
     model._symbolic_build(data_batch=(X, Y, None))
@@ -659,9 +659,9 @@ def train_step_applies_its_gradients_once() -> None:
         model.metrics_variables,
     )
     state = tuple([variable.value for variable in group] for group in groups)
-    with probe(model.optimizer) as calls:
+    with recorded_applies(model.optimizer) as calls:
         _, after = model.train_step(state, (X, Y))
-    gradients = only_call(calls, after, state[0], state[2])
+    gradients = gradients_of_only_call(calls, after, state[0], state[2])
     assert [gradient.shape for gradient in gradients] == [(3, 2), (2,)]
 
 
@@ -682,11 +682,11 @@ def optimizers_pass_through_apply() -> None:
 
 @check()
 def optimizer_variables_name_what_they_belong_to() -> None:
-    from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot, build_noting_slots, slots_of_model
+    from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot, build_and_record_slots, slots_of_model
 
     variables = [keras.Variable([1.0, 2.0]), keras.Variable([3.0])]
     optimizer = keras.optimizers.Adam()
-    slots = build_noting_slots(optimizer, variables)
+    slots = build_and_record_slots(optimizer, variables)
     assert len(slots) == len(optimizer.variables)
     assert {OptimizerSlot(-1, "iteration"), OptimizerSlot(0, "momentum"), OptimizerSlot(1, "velocity")} <= set(slots)
     assert slots == slots_of_model(optimizer, variables)
@@ -768,10 +768,10 @@ def tapes_sum_a_vector_of_losses() -> None:
 def functions_are_traced_for_each_key() -> None:
     import tensorflow as tf
 
-    from phalanx.keras_compat.tensorflow_trace_cache import trace_apart
+    from phalanx.keras_compat.tensorflow_trace_keys import add_trace_key
 
     now = SimpleNamespace(key=None)
-    trace_apart(lambda: now.key)
+    add_trace_key(lambda: now.key)
     traced: list[Any] = []
     function = tf.function(lambda x: traced.append(now.key) or x)
     for now.key in (None, "a", "a", None):
@@ -800,7 +800,7 @@ def shuffled_passes_visit_every_sample() -> None:
     from phalanx.keras_compat.data_adapters import shuffled_orders
 
     set_random_seed(1)
-    orders = shuffled_orders(10, 4, True, peeked=True)
+    orders = shuffled_orders(10, 4, True, reads_ahead=True)
     assert all(sorted(next(orders)) == list(range(10)) for _ in range(2))
 
 

@@ -18,7 +18,7 @@ import sys
 import keras
 import numpy as np
 from phalanx.engines import make_updater
-from phalanx.keras_compat.copies.object_config import configuration_of, config_json_of
+from phalanx.keras_compat.copies.object_config import config_of, config_json_of
 from phalanx.engines.updater import UpdaterPiece
 from phalanx.keras_compat.variables.optimizer_slots import slots_of_model
 
@@ -30,7 +30,7 @@ updater = make_updater(config_json_of(optimizer), [UpdaterPiece("v", np.zeros((3
 assert updater.slots == slots_of_model(optimizer, [variable])
 scaled = keras.optimizers.LossScaleOptimizer(optimizer)
 for thing in optimizer, scaled, keras.losses.Huber(), keras.metrics.MeanMetricWrapper(keras.losses.mean_squared_error):
-    assert configuration_of(thing) == configuration_of(thing)
+    assert config_of(thing) == config_of(thing)
 assert "tensorflow" not in sys.modules
 import tensorflow
 from keras.src.saving import serialization_lib

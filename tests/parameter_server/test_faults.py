@@ -306,11 +306,15 @@ def test_arguments_that_do_not_fit_are_refused(cluster: None, arguments: dict[st
         (lambda k: k.LossScaleOptimizer(k.SGD()), {}, "scales the loss"),
         (lambda k: k.Adafactor(), {}, "Adafactor does not record"),
         (lambda k: k.SGD(lambda: 0.1), {}, "a function as its learning rate"),
-        (lambda k: k.Lamb(), {"cut": True, "whole": False}, "computes with each variable as a whole"),
-        (lambda k: k.SGD(global_clipnorm=1.0), {"whole": False, "late": True}, "the norm of the first gradients"),
+        (lambda k: k.Lamb(), {"is_sharded": True, "is_on_one_server": False}, "computes with each variable as a whole"),
+        (
+            lambda k: k.SGD(global_clipnorm=1.0),
+            {"is_on_one_server": False, "is_partial": True},
+            "the norm of the first gradients",
+        ),
         (
             lambda k: k.SGD(clipnorm=1.0, gradient_accumulation_steps=2),
-            {"whole": False},
+            {"is_on_one_server": False},
             "the norm of accumulated gradients",
         ),
     ],
@@ -323,7 +327,7 @@ def test_optimizers_that_servers_cannot_run_are_refused(
     from phalanx.engines.updater import check_optimizer
 
     with pytest.raises(UnsupportedError, match=message):
-        check_optimizer(make(keras.optimizers), **{"cut": False, "whole": True} | options)
+        check_optimizer(make(keras.optimizers), **{"is_sharded": False, "is_on_one_server": True} | options)
 
 
 def test_a_model_without_trainable_weights_is_refused() -> None:

@@ -112,7 +112,7 @@ def test_evaluations_with_tensorboard_leave_no_folders_behind(
 
 
 def test_without_the_package_of_a_store_a_url_is_left_to_keras() -> None:
-    function = remote_files._where_there_is_a_store(lambda path: ("Keras", path), lambda path: ("store", path))
+    function = remote_files._prefer_store(lambda path: ("Keras", path), lambda path: ("store", path))
     assert function("nowhere://bucket/one") == ("Keras", "nowhere://bucket/one")
     assert function("runs/one") == ("Keras", "runs/one")
     assert function("memory://one") == ("store", "memory://one")

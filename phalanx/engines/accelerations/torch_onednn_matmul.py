@@ -99,7 +99,7 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
         differentiable: torch.Tensor = _Product.apply(left, right)
         return differentiable
-    return _multiplied(left, right)
+    return _multiply(left, right)
 
 
 def _has_other_meaning() -> bool:
@@ -114,7 +114,7 @@ def _has_other_meaning() -> bool:
     )
 
 
-def _multiplied(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     multiply = torch.ops.mkldnn._linear_pointwise.default
     result: torch.Tensor = multiply(_dense(left), _dense(right).t(), None, "none", [], "")
     return result
@@ -130,11 +130,11 @@ class _Product(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(left, right)
-        return _multiplied(left, right)
+        return _multiply(left, right)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         left, right = ctx.saved_tensors
         of_left, of_right = ctx.needs_input_grad
-        multiply = product if torch.is_grad_enabled() else _multiplied  # `product` can be differentiated again
+        multiply = product if torch.is_grad_enabled() else _multiply  # `product` can be differentiated again
         return multiply(gradient, right.t()) if of_left else None, multiply(left.t(), gradient) if of_right else None

@@ -7,7 +7,7 @@ Measured: Adam on 100 arrays of 4,096 numbers takes six to eight times as long a
 
 Same numbers: such an optimizer computes each number from its own gradient and state, in any variable. Only the Keras
 optimizers listed here are grouped, without clipping by norm. Variables with a constraint, and those that differ in
-dtype or weight decay, stay apart. `tests/engines/test_vectorized_updater.py` compares all of them.
+dtype or weight decay, stay ungrouped. `tests/engines/test_vectorized_updater.py` compares all of them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ ELEMENTWISE = frozenset({"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl
 """Keras's optimizers that compute each number by itself, unless they clip by norm."""
 
 
-def make_vector_updater(
-    make: Make, optimizer: str, pieces: Sequence[UpdaterPiece], apart: Collection[int] = ()
+def make_vectorized_updater(
+    make: Make, optimizer: str, pieces: Sequence[UpdaterPiece], ungrouped: Collection[int] = ()
 ) -> Updater:
     """Return the updater that `make` creates for these pieces, grouped into vectors where that changes nothing.
 
@@ -39,11 +39,11 @@ def make_vector_updater(
         make: Creates an updater.
         optimizer: The optimizer's config, as JSON.
         pieces: The pieces to update.
-        apart: Indices of pieces that are not grouped.
+        ungrouped: Indices of pieces that are not grouped.
     """
     if not is_enabled("vectorized_updater"):
         return make(optimizer, pieces)
-    groups = _groups(json.loads(optimizer), pieces, apart)
+    groups = _group_pieces(json.loads(optimizer), pieces, ungrouped)
     if len(groups) == len(pieces):
         return make(optimizer, pieces)
     vectors = [_Vector({number: pieces[number] for number in numbers}) for numbers in groups]
@@ -60,12 +60,14 @@ def is_elementwise(described: Mapping[str, Any]) -> bool:
     )
 
 
-def _groups(described: dict[str, Any], pieces: Sequence[UpdaterPiece], apart: Collection[int]) -> list[list[int]]:
+def _group_pieces(
+    described: dict[str, Any], pieces: Sequence[UpdaterPiece], ungrouped: Collection[int]
+) -> list[list[int]]:
     """Return the indices of the pieces, in groups that can be one vector."""
     elementwise = is_elementwise(described)
     groups: dict[object, list[int]] = {}
     for number, piece in enumerate(pieces):
-        fits = elementwise and number not in apart and piece.constraint is None
+        fits = elementwise and number not in ungrouped and piece.constraint is None
         # A number is a unique key: that piece forms its own group.
         groups.setdefault((piece.value.dtype, piece.decays) if fits else number, []).append(number)
     return list(groups.values())
@@ -146,7 +148,7 @@ class VectorizedUpdater(Updater):
 
     def __init__(self, updater: Updater, vectors: Sequence[_Vector]):
         self._updater = updater
-        self.lends = updater.lends
+        self.shares_buffers = updater.shares_buffers
         self._vectors = vectors
         # By number of the piece: its vector, and its index in that vector.
         of_piece = {n: (place, part) for place, vector in enumerate(vectors) for part, n in enumerate(vector.numbers)}

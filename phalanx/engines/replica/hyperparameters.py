@@ -38,7 +38,7 @@ class Hyperparameters:
         )
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         """Context in which the objects have these values."""
         # Usually none differ: the optimizer still has the values from the first batch of this kind.
         others = [

@@ -37,17 +37,17 @@ class ReplicaEngine(Engine):
     def _metrics(self) -> list[Any]:
         return self.metric_rules.variables
 
-    def _note_variables(self) -> None:
+    def _set_variables(self) -> None:
         """Check the model, and record which of its variables a step merges. Call at the end of `build`."""
         model_state.check_losses(self._model)
         model_state.check_layers(self._model)
-        self.metric_rules.note(self._model.metrics_variables)
+        self.metric_rules.set_variables(self._model.metrics_variables)
 
     @abstractmethod
-    def _own_logs(self) -> Mapping[str, Any]:
+    def _custom_logs(self) -> Mapping[str, Any]:
         """Return the logs that the newest training step computed itself."""
 
-    def _reading_metrics(self) -> AbstractContextManager[Any]:
+    def _metric_read_scope(self) -> AbstractContextManager[Any]:
         """Context in which the metrics compute their results from the newest values."""
         return nullcontext()
 
@@ -55,26 +55,26 @@ class ReplicaEngine(Engine):
         self, share: float, start: Sequence[Array], *, final: bool, training: bool = False
     ) -> Mapping[str, Any]:
         rules, origins = self.metric_rules, self.origins if training else self._test_origins
-        logs, last = (self._own_logs(), share) if training else (self._test_logs, self._share)
+        logs, last = (self._custom_logs(), share) if training else (self._test_logs, self._share)
         own = rules.values()
-        weighed = step_logs.weigh_last(list(map(to_host, logs.values())), last, share)
-        merged, means = self._merge_added(share, rules.added(own, start), weighed)
+        weighed = step_logs.scale_last_logs(list(map(to_host, logs.values())), last, share)
+        merged, means = self._merge_increments(share, rules.increments(own, start), weighed)
         averages = dict(zip(logs, means, strict=True))
-        silent = step_logs.silent_metrics(self._model, merged)
-        rules.set_values(rules.with_start(merged, start))
-        with self._reading_metrics():
+        silent = step_logs.metrics_without_updates(self._model, merged)
+        rules.set_values(rules.add_start(merged, start))
+        with self._metric_read_scope():
             results = step_logs.choose_logs(averages, self._model.get_metrics_result, silent, origins)
         if not final:
-            results = keras.tree.map_structure(_number, results)
+            results = keras.tree.map_structure(_to_constant, results)
             rules.set_values(own)
         return results
 
     def merge_metrics(self, share: float, start: Sequence[Array]) -> None:
         rules = self.metric_rules
-        merged, _ = self._merge_added(share, rules.added(rules.values(), start), ())
-        rules.set_values(rules.with_start(merged, start))
+        merged, _ = self._merge_increments(share, rules.increments(rules.values(), start), ())
+        rules.set_values(rules.add_start(merged, start))
 
-    def _merge_added(
+    def _merge_increments(
         self, share: float, added: Sequence[Array], logs: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
         """Return the sums over all ranks of what they added to the metrics, and the means of their logs."""
@@ -84,7 +84,7 @@ class ReplicaEngine(Engine):
         return values[: len(added)], values[len(added) :]
 
 
-def _number(result: Any) -> Any:
+def _to_constant(result: Any) -> Any:
     """Return a metric's result as a value that later updates do not change. Some results are arrays."""
     value = host_copy(result)
     return value if value.ndim else float(value)
@@ -96,7 +96,7 @@ def variables_of_optimizers(model: Any) -> list[Any]:
     return [*model.trainable_variables, *(v for optimizer in optimizers for v in optimizer.variables)]
 
 
-def complete(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+def fill_missing_gradients(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
     """Return the gradients, with zeros where the loss does not depend on a weight."""
     return [
         keras.ops.zeros(weight.shape, weight.dtype) if gradient is None else gradient

@@ -32,7 +32,7 @@ FAILED_EXIT_S = 30.0
 """Time limit for the exit of a process that has failed by itself: what it started on its devices may hang."""
 END_WITHIN_S = 2.0
 """Time limit for the exit handlers of a process that has lost a peer."""
-NOTICE_S = 1.0
+LOSS_NOTICE_S = 1.0
 """Wait for the end of a peer's link after a failed JAX collective. Both are noticed at about the same time."""
 _ALL_ADDRESSES = "::"
 
@@ -58,12 +58,12 @@ class JaxProcesses:
         self._timeout_s = round(timeout_s)
         self._watch = LostPeerWatch(membership, "a computation of all processes", self._end)
 
-    def start(self, coordinator: str, served: str | None) -> None:
+    def start(self, coordinator: str, bind_address: str | None) -> None:
         """Join the program.
 
         Args:
             coordinator: Address at which the others find JAX's service.
-            served: Address at which rank 0 starts it; None on other ranks.
+            bind_address: Address at which rank 0 starts it; None on other ranks.
         """
         config: Any = jax.config
         if "jax_enable_preemption_service" in config.values:  # it would catch SIGTERM, which makes `fit` save
@@ -80,16 +80,16 @@ class JaxProcesses:
             # The watch is faster. These only bound waits for a connected process that does not answer.
             heartbeat_timeout_seconds=self._timeout_s,
             shutdown_timeout_seconds=self._timeout_s,
-            coordinator_bind_address=served,
+            coordinator_bind_address=bind_address,
         )
-        process_exit.add_cause_finder(self._loss_behind)
+        process_exit.add_cause_finder(self._find_loss)
         self._watch.start()
 
     def close(self) -> None:
         """Leave the program at the same time as all others; at once if this process has failed."""
         self._watch.close()
         if process_exit.has_failed():
-            _abandon()
+            _abandon_service()
             process_exit.end_within(FAILED_EXIT_S)
         else:
             jax.distributed.shutdown()
@@ -98,10 +98,10 @@ class JaxProcesses:
         # JAX aborts this process as soon as its service, on rank 0, is gone.
         process_exit.end_because(loss, within_s=END_WITHIN_S, at_once=loss.rank == 0)
 
-    def _loss_behind(self, error: BaseException) -> PeerLostError | None:
+    def _find_loss(self, error: BaseException) -> PeerLostError | None:
         """Return the loss that made a JAX collective fail."""
         is_jax = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
-        return self._watch.wait_for_loss(NOTICE_S) if is_jax else None
+        return self._watch.wait_for_loss(LOSS_NOTICE_S) if is_jax else None
 
 
 # A process can join a JAX program once in its life.
@@ -124,7 +124,7 @@ def connect_processes(communicator: Communicator, timeout_s: float) -> JaxProces
     if communicator.world_size == 1 or _processes is not None:
         return None
     membership = communicator.membership
-    _refuse_late(communicator)
+    _check_jax_unused(communicator)
     port = (
         _ReservedPort(Address.parse(membership.local_member.address, where="rank 0").host)
         if communicator.rank == 0
@@ -135,10 +135,10 @@ def connect_processes(communicator: Communicator, timeout_s: float) -> JaxProces
             stack.callback(port.close)
         coordinator = communicator.broadcast_bytes(port.address.encode() if port else b"").decode()
         processes = JaxProcesses(membership, timeout_s)
-        processes.start(coordinator, port.served if port else None)
+        processes.start(coordinator, port.bind_address if port else None)
     _processes = processes
     try:
-        check_alike(membership, _all_devices(communicator))
+        check_same_devices(membership, _all_devices(communicator))
         # Gloo connects at the first collective, and waits 30 s. Now all are here; later, one may import or read data.
         multihost_utils.sync_global_devices("phalanx")
     except BaseException:
@@ -147,7 +147,7 @@ def connect_processes(communicator: Communicator, timeout_s: float) -> JaxProces
     return processes
 
 
-def check_alike(membership: Membership, devices: list[LocalDevices]) -> None:
+def check_same_devices(membership: Membership, devices: list[LocalDevices]) -> None:
     """Raise ConfigurationError if a process has other devices than the first."""
     for member, own in zip(membership.members, devices, strict=True):
         if own != devices[0]:
@@ -162,7 +162,7 @@ def check_alike(membership: Membership, devices: list[LocalDevices]) -> None:
             )
 
 
-def _refuse_late(communicator: Communicator) -> None:
+def _check_jax_unused(communicator: Communicator) -> None:
     begun = [bool(each[0]) for each in communicator.all_gather_bytes(bytes([is_initialized("jax")]))]
     if any(begun):
         tasks = [member.task for member, late in zip(communicator.membership.members, begun, strict=True) if late]
@@ -186,31 +186,32 @@ class _ReservedPort:
     bound receives no connections.
 
     Args:
-        host: This process's host as the others reach it. If it is an IP address of this host, only that is served.
+        host: This process's host as the others reach it. If it is an IP address of this host, the server
+            listens only there.
 
     Attributes:
         address: Address at which the others find the server.
-        served: Address at which the server listens.
+        bind_address: Address at which the server listens.
     """
 
     def __init__(self, host: str):
         host = LOOPBACK if Address(host, 0).is_loopback and host != "::1" else host
         bound = host if Address(host, 0).is_ip else _ALL_ADDRESSES
         try:
-            self._socket = _bound(bound)
+            self._socket = _bind_socket(bound)
         except OSError as error:
             if error.errno not in NO_SUCH_ADDRESS:  # not an address of this host: behind address translation
                 raise
             bound = _ALL_ADDRESSES if error.errno == errno.EADDRNOTAVAIL else "0.0.0.0"
-            self._socket = _bound(bound)
+            self._socket = _bind_socket(bound)
         port = self._socket.getsockname()[1]
-        self.address, self.served = str(Address(host, port)), str(Address(bound, port))
+        self.address, self.bind_address = str(Address(host, port)), str(Address(bound, port))
 
     def close(self) -> None:
         self._socket.close()
 
 
-def _bound(host: str) -> socket.socket:
+def _bind_socket(host: str) -> socket.socket:
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -221,7 +222,7 @@ def _bound(host: str) -> socket.socket:
     return bound
 
 
-def _abandon() -> None:
+def _abandon_service() -> None:
     """Leave JAX's service to the exit of this process: an orderly shutdown waits for the others, and then aborts."""
     state = distributed.global_state
     for owned in (state.preemption_sync_manager, state.client, state.service):

@@ -23,12 +23,12 @@ class ModelShardings(NamedTuple):
 
 
 @contextmanager
-def making_placed(placement: Placement) -> Iterator[None]:
+def placement_scope(placement: Placement) -> Iterator[None]:
     """Context in which variables are created in their layouts, and layers lay out their outputs as the program's layout
     map says."""
     activations = None if isinstance(placement.layout_map, str) else placement.layout_map
-    distribution = PlacedDistribution(placement.mesh, placement.data_axes[0], activations, placement.at_rest)
-    with distribution.scope(), laying_out_slots(placement.mesh, placement.of_slot):
+    distribution = PlacedDistribution(placement.mesh, placement.data_axes[0], activations, placement.resting_layout)
+    with distribution.scope(), laying_out_slots(placement.mesh, placement.slot_layout):
         yield
 
 
@@ -49,7 +49,7 @@ class PlacedModel:
         """
         model, placement = self._model, self._placement
         found = [list(variables) for variables in self._variables()]
-        if _same(found, self._placed):
+        if _are_same_objects(found, self._placed):
             return False
         weights = [*model.trainable_variables, *model.non_trainable_variables]
         placement.check_names(weights)
@@ -57,12 +57,12 @@ class PlacedModel:
         of_optimizers = {id(v): v for optimizer in optimizers(model) for v in optimizer.variables}
         for weight in weights:
             if id(weight) not in of_optimizers:
-                lay_out(weight, placement.at_rest(weight), placement.mesh)
+                lay_out(weight, placement.resting_layout(weight), placement.mesh)
         # Slots of optimizers that a model keeps may be among its weights. Each is moved once, as a slot.
         for slot in of_optimizers.values():
-            # Slots created in `making_placed` are already in place.
+            # Slots created in `placement_scope` are already in place.
             if axes_of(slot, placement.mesh) is None:
-                lay_out(slot, self._layout_of_slot(slot), placement.mesh)
+                lay_out(slot, self._slot_layout(slot), placement.mesh)
         for variable in model.metrics_variables:
             lay_out(variable, (None,) * len(variable.shape), placement.mesh)
         # Compiled functions depend on shardings, not on the objects: a model that is compiled again keeps them.
@@ -83,30 +83,32 @@ class PlacedModel:
             ]
         )
 
-    def layouts_in_step(self) -> tuple[list[Axes], list[Axes]]:
+    def step_layouts(self) -> tuple[list[Axes], list[Axes]]:
         """Return the layouts of trainable and non-trainable variables while the model computes."""
-        model, in_step = self._model, self._placement.in_step
+        model, in_step = self._model, self._placement.step_layout
         return [in_step(v) for v in model.trainable_variables], [in_step(v) for v in model.non_trainable_variables]
 
     def batch_sharding(self, shape: tuple[int, ...], mesh: Mesh | None = None) -> NamedSharding:
         """Return the sharding of an array of a global batch, by its shape."""
-        return NamedSharding(mesh or self._placement.mesh.backend_mesh, PartitionSpec(*self._placement.of_batch(shape)))
+        return NamedSharding(
+            mesh or self._placement.mesh.backend_mesh, PartitionSpec(*self._placement.batch_layout(shape))
+        )
 
     def _variables(self) -> tuple[Sequence[Any], ...]:
         model = self._model
         of_optimizer = () if getattr(model, "optimizer", None) is None else model.optimizer.variables
         return model.trainable_variables, model.non_trainable_variables, of_optimizer, model.metrics_variables
 
-    def _layout_of_slot(self, slot: Any) -> Axes:
+    def _slot_layout(self, slot: Any) -> Axes:
         """Return the layout of an optimizer variable created elsewhere: its name begins with the weight's path."""
         for weight in self._model.trainable_variables:
             # Keras names it so (`add_variable_from_reference`). The layout of another weight of this shape would not
             # change any number.
             if slot.name.startswith(weight.path.replace("/", "_")) and tuple(slot.shape) == tuple(weight.shape):
-                return self._placement.of_slot(weight)
+                return self._placement.slot_layout(weight)
         return (None,) * len(slot.shape)
 
 
-def _same(left: Sequence[Sequence[Any]], right: Sequence[Sequence[Any]]) -> bool:
+def _are_same_objects(left: Sequence[Sequence[Any]], right: Sequence[Sequence[Any]]) -> bool:
     """Whether these are the same objects in the same lists."""
     return [[id(each) for each in one] for one in left] == [[id(each) for each in one] for one in right]

@@ -70,16 +70,16 @@ class Placement:
         """Return the number of devices along a mesh axis."""
         return int(self.mesh.shape[self.mesh.axis_names.index(axis)])
 
-    def at_rest(self, variable: Any) -> Axes:
+    def resting_layout(self, variable: Any) -> Axes:
         """Return the layout of a weight between the steps.
 
         Raises: ConfigurationError if the program's layout does not fit the variable.
         """
-        axes = self.in_step(variable)
+        axes = self.step_layout(variable)
         return self._sharded(variable, axes) if self.level >= 3 else axes
 
-    def in_step(self, variable: Any) -> Axes:
-        """Return the layout of a weight while the model computes; raises as `at_rest`."""
+    def step_layout(self, variable: Any) -> Axes:
+        """Return the layout of a weight while the model computes; raises as `resting_layout`."""
         whole: Axes = (None,) * len(variable.shape)
         if self.layout_map is None:
             return whole
@@ -93,16 +93,16 @@ class Placement:
         self._check(variable, layout.axes)
         return tuple(layout.axes) + (None,) * (len(variable.shape) - len(layout.axes))
 
-    def of_slot(self, variable: Any) -> Axes:
+    def slot_layout(self, variable: Any) -> Axes:
         """Return the layout of an optimizer variable that belongs to this weight."""
-        axes = self.in_step(variable)
+        axes = self.step_layout(variable)
         return self._sharded(variable, axes) if self.level >= 1 else axes
 
-    def of_gradient(self, variable: Any) -> Axes:
+    def gradient_layout(self, variable: Any) -> Axes:
         """Return the layout in which the gradient of this weight is summed."""
-        return self.of_slot(variable) if self.level >= 2 else self.in_step(variable)
+        return self.slot_layout(variable) if self.level >= 2 else self.step_layout(variable)
 
-    def of_batch(self, shape: Shape) -> tuple[tuple[str, ...], ...]:
+    def batch_layout(self, shape: Shape) -> tuple[tuple[str, ...], ...]:
         """Return the mesh axes over which the first axis of a part of a batch is divided: the data axes, or none if the
         samples do not divide equally. Then every device computes the whole batch, which gives the same numbers."""
         return (self.data_axes,) if shape and shape[0] and shape[0] % self.data_shards == 0 else ()
@@ -156,7 +156,7 @@ class Placement:
 
         Raises: ConfigurationError if every device would hold all of it.
         """
-        divided = [variable for variable in variables if any(self.of_slot(variable))]
+        divided = [variable for variable in variables if any(self.slot_layout(variable))]
         if divided or not variables or not self.divides_models:
             return
         largest = max(variables, key=lambda variable: math.prod(variable.shape))

@@ -20,7 +20,7 @@ from phalanx.engines.engine import Batch, Engine
 from phalanx.engines.metric_rules import COUNTER
 from phalanx.engines.replica.jax.model_arguments import ModelArguments
 from phalanx.engines.spmd.global_arrays import fetch, put_like, put_part
-from phalanx.engines.spmd.placed_model import PlacedModel, making_placed
+from phalanx.engines.spmd.placed_model import PlacedModel, placement_scope
 from phalanx.engines.spmd.placement import Placement
 from phalanx.engines.spmd.step_programs import StepPrograms
 from phalanx.keras_compat import model_state
@@ -57,17 +57,17 @@ class SpmdEngine(Engine):
         self._functions.clear()
 
     def build(self, data: Batch) -> None:
-        with making_placed(self._placement):
+        with placement_scope(self._placement):
             self._model._symbolic_build(data_batch=self._batches.for_keras(data))
         if self._placed.place():
             self.retrace()
-        self.metric_rules.note(self._model.metrics_variables)
+        self.metric_rules.set_variables(self._model.metrics_variables)
         self.metric_rules.decide([COUNTER] * len(self._model.metrics_variables))  # there is nothing to merge
 
     def train(self, data: Batch, share: float) -> None:
         if not self._has_trained:
             self._has_trained = True
-            self._warn_of_whole_batches(data, share)
+            self._warn_of_replicated_batches(data, share)
         state = self._arguments.get(with_optimizer=True)
         self._logs, state = self._function("train")(state, self._put(data, share))
         self._arguments.keep(*state)
@@ -79,10 +79,10 @@ class SpmdEngine(Engine):
         trainable, non_trainable, metrics = state
         self._arguments.keep(trainable, non_trainable, None, metrics)
 
-    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
+    def predict(self, data: Batch, structure: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
         state = (trainable, non_trainable)
-        outputs, non_trainable = self._function("predict")(state, self._put(data, share), form)
+        outputs, non_trainable = self._function("predict")(state, self._put(data, share), structure)
         self._arguments.keep(trainable, non_trainable, None, metrics)
         return tree.map_structure(fetch, outputs)
 
@@ -104,7 +104,7 @@ class SpmdEngine(Engine):
     def merge_metrics(self, share: float, start: Sequence[Array]) -> None:
         """Do nothing. See `merged_metrics`."""
 
-    def _warn_of_whole_batches(self, data: Batch, share: float) -> None:
+    def _warn_of_replicated_batches(self, data: Batch, share: float) -> None:
         """Warn if every device computes the whole of a batch of this size, the first one."""
         rows, parts = round(model_state.samples(data) / share), self._placement.data_shards
         if rows % parts:
@@ -115,7 +115,7 @@ class SpmdEngine(Engine):
             )
 
     def _function(self, kind: str) -> Callable[..., Any]:
-        key = kind, self._batches.form
+        key = kind, self._batches.structure
         if key not in self._functions:
             self._functions[key] = self._compilers[kind]()
         return self._functions[key]

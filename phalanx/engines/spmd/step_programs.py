@@ -23,7 +23,7 @@ from phalanx.arrays.tree import map_leaves
 from phalanx.engines.batch_packing import BatchPacking
 from phalanx.engines.engine import Batch
 from phalanx.engines.replica.jax.model_compiler import without_traces
-from phalanx.engines.spmd.placed_model import PlacedModel, making_placed
+from phalanx.engines.spmd.placed_model import PlacedModel, placement_scope
 from phalanx.engines.spmd.placement import Axes, Placement
 from phalanx.keras_compat.variables.variable_layouts import laying_out_gradients
 
@@ -75,9 +75,9 @@ class StepPrograms:
         if not self._compiles:
             return self._predict
         # Other processes can only read what every device has.
-        leave = self._whole if jax.process_count() > 1 else None
+        outputs = self._replicated if jax.process_count() > 1 else None
         compiled: Callable[..., Any] = jax.jit(
-            without_traces(self._predict), out_shardings=(leave, shardings.non_trainable), static_argnums=2
+            without_traces(self._predict), out_shardings=(outputs, shardings.non_trainable), static_argnums=2
         )
         return compiled
 
@@ -86,7 +86,7 @@ class StepPrograms:
         return bool(self._model.jit_compile) and not self._model.run_eagerly
 
     @property
-    def _whole(self) -> NamedSharding:
+    def _replicated(self) -> NamedSharding:
         return NamedSharding(self._mesh, PartitionSpec())
 
     def _jit(self, function: Callable[..., Any], state: tuple[Any, ...]) -> Callable[..., Any]:
@@ -95,43 +95,43 @@ class StepPrograms:
         # The state leaves in the layout in which it arrived, so the next step is not compiled again and can reuse its
         # memory. Every process needs the logs.
         compiled: Callable[..., Any] = jax.jit(
-            without_traces(function), donate_argnums=0, out_shardings=(self._whole, state)
+            without_traces(function), donate_argnums=0, out_shardings=(self._replicated, state)
         )
         return compiled
 
     def _train(self, state: tuple[Values, ...], data: Batch) -> Any:
         trainable, non_trainable, optimizer, metrics = state
-        with making_placed(self._placement), self._laying_out_gradients():
+        with placement_scope(self._placement), self._laying_out_gradients():
             # Sharded weights are gathered inside the program, so that XLA decides when it gathers each.
-            gathered = self._gathered(trainable, non_trainable)
+            gathered = self._gather_weights(trainable, non_trainable)
             logs, new = self._model.train_step((*gathered, optimizer, metrics), self._batches.pack(data))
         return logs, tuple(map(list, new))
 
     def _test(self, state: tuple[Values, ...], data: Batch) -> Any:
         trainable, non_trainable, metrics = state
-        with making_placed(self._placement):
-            gathered = self._gathered(trainable, non_trainable)
+        with placement_scope(self._placement):
+            gathered = self._gather_weights(trainable, non_trainable)
             logs, new = self._model.test_step((*gathered, metrics), self._batches.pack(data))
         # The weights as they arrived, in shards: the step has seen whole ones.
         return logs, (trainable, list(new[1]), list(new[2]))
 
-    def _predict(self, state: tuple[Values, ...], data: Batch, form: Any) -> Any:
-        with making_placed(self._placement):
-            outputs, new = self._model.predict_step(self._gathered(*state), self._batches.pack(data, form))
+    def _predict(self, state: tuple[Values, ...], data: Batch, structure: Any) -> Any:
+        with placement_scope(self._placement):
+            outputs, new = self._model.predict_step(self._gather_weights(*state), self._batches.pack(data, structure))
         return outputs, list(new)
 
     def _laying_out_gradients(self) -> AbstractContextManager[None]:
         """Context in which gradients are divided before they are summed, at level 2 and above."""
         if self._placement.level < 2:
             return nullcontext()
-        of_gradient = self._placement.of_gradient
+        of_gradient = self._placement.gradient_layout
         return laying_out_gradients(lambda gradient, variable: self._constrain(gradient, of_gradient(variable)))
 
-    def _gathered(self, trainable: Values, non_trainable: Values) -> tuple[Values, Values]:
+    def _gather_weights(self, trainable: Values, non_trainable: Values) -> tuple[Values, Values]:
         """Return the weights as the model computes with them."""
         if self._placement.level < 3:
             return trainable, non_trainable
-        layouts = self._placed.layouts_in_step()
+        layouts = self._placed.step_layouts()
         return self._constrain_all(trainable, layouts[0]), self._constrain_all(non_trainable, layouts[1])
 
     def _constrain_all(self, values: Values, layouts: Sequence[Axes]) -> Values:
@@ -152,7 +152,7 @@ def uncompiled_step(
         data: `(x, y, sample_weight)`: anything with shape and dtype.
         devices: Other devices, as many as the mesh has; None: the mesh's.
     """
-    with making_placed(placement):
+    with placement_scope(placement):
         model._symbolic_build(data_batch=data)
     placed = PlacedModel(model, placement)
     placed.place()

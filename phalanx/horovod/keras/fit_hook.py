@@ -74,11 +74,11 @@ class _JaxTrainFunction:
         self._merge = _GradientMerge(
             reduction,
             local,
-            separate=self._accumulation.steps > 1 or bool(local),
+            is_unfused=self._accumulation.steps > 1 or bool(local),
             checks_finite=self._accumulation.is_scaled,
         )
         self._engine = make_engine(model, self._merge)
-        self._engine.metric_rules.note(model.metrics_variables)  # Keras has already built the model
+        self._engine.metric_rules.set_variables(model.metrics_variables)  # Keras has already built the model
 
     def __call__(self, state: Any, iterator: Iterator[Any]) -> Any:
         from phalanx.horovod.keras.keras_optimizer import already_reduced
@@ -185,19 +185,19 @@ class _GradientMerge(Merge):
     Args:
         reduction: An `OptimizerReduction`.
         local: Indices of gradients that are not reduced.
-        separate: Whether gradients must have the shapes of their variables.
+        is_unfused: Whether gradients must have the shapes of their variables.
         checks_finite: Whether ranks first check that all gradients are finite; if some are not, all ranks get NaN.
 
     Attributes:
         has_overflowed: Whether some gradients of the last step were not finite, before or after the reduction.
     """
 
-    separate = False
+    is_unfused = False
     once_per_step = True
 
-    def __init__(self, reduction: Any, local: Collection[int], *, separate: bool, checks_finite: bool) -> None:
+    def __init__(self, reduction: Any, local: Collection[int], *, is_unfused: bool, checks_finite: bool) -> None:
         self.has_overflowed = False
-        self.separate = separate
+        self.is_unfused = is_unfused
         self._checks_finite = checks_finite
         self._reduction = reduction
         self._local = local
@@ -213,12 +213,12 @@ class _GradientMerge(Merge):
         finally:
             self._accumulated = []
 
-    def total(self, own: Array, share: float) -> Array:
-        """Return this rank's total: each rank divides its loss by its own number of samples, as in Horovod."""
-        return own
+    def all_reduce(self, local: Array, share: float) -> Array:
+        """Return this rank's total: each rank divides its loss by its local number of samples, as in Horovod."""
+        return local
 
-    def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
-        return own, 0
+    def all_gather(self, local: Array, share: float) -> tuple[Array, int]:
+        return local, 0
 
     def __call__(self, layout: StepLayout, arrays: Sequence[Array], share: float) -> list[Array]:
         flats, views = self._buffers.next(layout)

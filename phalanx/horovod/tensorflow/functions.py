@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from phalanx.engines.replica.tensorflow.host_calls import is_for_session
+from phalanx.engines.replica.tensorflow.host_calls import is_session_graph
 from phalanx.errors import UnsupportedError
 from phalanx.horovod import object_collectives
 from phalanx.horovod.common.process_sets import ProcessSet, global_process_set
@@ -33,7 +33,7 @@ def broadcast_variables(
     broadcast = broadcast_(
         [tensorflow_variable(variable) for variable in variables], root_rank, process_set=process_set
     )
-    return tf.group(*broadcast) if is_for_session() else None
+    return tf.group(*broadcast) if is_session_graph() else None
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

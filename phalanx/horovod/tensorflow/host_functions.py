@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import tensorflow as tf
 
-from phalanx.engines.replica.tensorflow.host_calls import call_in_graph, is_for_session
+from phalanx.engines.replica.tensorflow.host_calls import call_in_graph, is_session_graph
 from phalanx.errors import CollectiveMismatchError, ConfigurationError
 from phalanx.horovod.common.exceptions import HorovodInternalError
 from phalanx.horovod.operations import raise_on_second_gradient
@@ -66,7 +66,7 @@ def call_host(function: HostFunction, tensors: Sequence[Any], result_specs: Sequ
         # Not as a node, so that errors keep their classes and nothing is traced.
         results = _call(function, [tensor.numpy() for tensor in tensors])
         return [tf.convert_to_tensor(array, dtype) for array, (dtype, _) in zip(results, result_specs, strict=True)]
-    if is_for_session():
+    if is_session_graph():
         translate_session_errors(_mismatch_in_session)
         call: Callable[..., Sequence[Any]] = call_in_session
     else:
@@ -151,7 +151,7 @@ def name_in_graph(kind: str) -> str | None:
     graph = tf.compat.v1.get_default_graph()
     # Bodies of loops and branches are inside the graph of the function, whose outer graph belongs to no function. A
     # session runs the outer graph, in which the names of functions have numbers that may differ between ranks.
-    while hasattr(graph if is_for_session() else getattr(graph, "outer_graph", None), "outer_graph"):
+    while hasattr(graph if is_session_graph() else getattr(graph, "outer_graph", None), "outer_graph"):
         graph = graph.outer_graph
     number = next(_counters.setdefault(graph, itertools.count()))
     return f"{kind}.{getattr(graph, 'name', 'graph')}.{number}"

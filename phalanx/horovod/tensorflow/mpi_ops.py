@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import tensorflow as tf
 
-from phalanx.engines.replica.tensorflow.host_calls import is_for_session, linear
+from phalanx.engines.replica.tensorflow.host_calls import is_session_graph, linear
 from phalanx.errors import ConfigurationError, UnsupportedError
 from phalanx.horovod import basics, operations
 from phalanx.horovod.common.process_sets import ProcessSet, get_process_set_ids_and_ranks, global_process_set
@@ -86,7 +86,7 @@ def _for_gradient(arguments: Arguments) -> Arguments:
     """Return the arguments of the operation that computes the gradient of a collective."""
     called = arguments.for_gradient()
     # A graph for a session may hold several gradients of one collective, which run concurrently.
-    return msgspec.structs.replace(called, name=name_in_graph(str(called.name))) if is_for_session() else called
+    return msgspec.structs.replace(called, name=name_in_graph(str(called.name))) if is_session_graph() else called
 
 
 def _result_shape(kind: OperationKind, tensor: Any) -> Any:
@@ -178,7 +178,7 @@ def broadcast_(
     values = run_collective(OperationKind.BROADCAST, variables, arguments)
     # In a `tf.function`, assignments always run; in a session, only if they are fetched.
     assigned = [variable.assign(value) for variable, value in zip(variables, values, strict=True)]
-    return assigned if is_for_session() else variables
+    return assigned if is_session_graph() else variables
 
 
 def _sparse_allreduce(slices: Any, arguments: Arguments) -> Any:

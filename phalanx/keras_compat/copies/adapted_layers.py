@@ -21,14 +21,14 @@ class AdaptedState(NamedTuple):
     """State that one layer has learned.
 
     Attributes:
-        number: Index of the layer within its root layer; 0 is the root itself.
+        layer_index: Index of the layer within its root layer; 0 is the root itself.
         shapes: Shapes with which it was built.
         variables: Values that it saves, by name.
         assets: Other files that it saves, by name.
         boundaries: Bin boundaries of `Discretization`, which saves them only in its configuration.
     """
 
-    number: int
+    layer_index: int
     shapes: dict[str, Any] | None
     variables: dict[str, Array]
     assets: dict[str, bytes]
@@ -44,7 +44,7 @@ def restore_adapted(root: Any, states: tuple[AdaptedState, ...]) -> None:
     """Set on a copy of the layer, and on the layers in it, what the original has learned."""
     layers = list(root._flatten_layers())
     for state in states:
-        layer = layers[state.number]
+        layer = layers[state.layer_index]
         if state.boundaries is not None:
             layer.bin_boundaries = state.boundaries
             continue

@@ -29,7 +29,7 @@ from phalanx.keras_compat.copies.object_attributes import (
     restore_attributes,
     restore_layer_attributes,
 )
-from phalanx.keras_compat.copies.object_config import configuration_of, serialized, without_tensorflow
+from phalanx.keras_compat.copies.object_config import config_of, serialize_object, without_tensorflow
 from phalanx.keras_compat.copies.object_names import name_counters, naming_from
 from phalanx.keras_compat.copies.optimizer_copies import OptimizerDescription, describe_optimizers
 from phalanx.keras_compat.keras_internals import keras_trainer
@@ -207,8 +207,8 @@ def reduce_keras_object(thing: Any, *, with_weights: bool) -> Any:
         return _rebuild_layer, (describe_layer(thing), weights)
     if isinstance(thing, keras.optimizers.Optimizer | keras.metrics.Metric):
         if not _is_custom_class(type(thing)):
-            return _from_config, (type(thing), configuration_of(thing))
-        made_from = vars(thing).get(_CONSTRUCTION) or configuration_of(thing)
+            return _from_config, (type(thing), config_of(thing))
+        made_from = vars(thing).get(_CONSTRUCTION) or config_of(thing)
         return _rebuild_object, (type(thing), made_from, describe_attributes(thing, {}))
     if isinstance(thing, keras.losses.Loss | keras.optimizers.schedules.LearningRateSchedule):
         return copyreg.__newobj__, (type(thing),), vars(thing)  # type: ignore[attr-defined]
@@ -297,7 +297,7 @@ def _current_optimizer(model: Any, compiled: Any) -> Any:
 
 def _config(layer: Any) -> dict[str, Any]:
     try:
-        config = serialized(layer)
+        config = serialize_object(layer)
     except Exception as error:  # whatever the `get_config` of some class raises
         raise UnsupportedError(
             f"{layer.name!r} cannot be made again in other processes, because Keras cannot describe it: "

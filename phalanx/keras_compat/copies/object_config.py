@@ -16,7 +16,7 @@ from typing import Any
 import keras
 from keras.src.saving import serialization_lib
 
-_describing = threading.RLock()
+_serialization_lock = threading.RLock()
 """Held while Keras's module is patched, so that no thread restores what another still needs."""
 
 
@@ -31,13 +31,13 @@ def config_json_of(thing: Any) -> str:
     return json.dumps(described)
 
 
-def serialized(thing: Any) -> dict[str, Any]:
+def serialize_object(thing: Any) -> dict[str, Any]:
     """Return the result of `keras.saving.serialize_keras_object`."""
     with without_tensorflow():
         return keras.saving.serialize_keras_object(thing)  # type: ignore[no-any-return]
 
 
-def configuration_of(thing: Any) -> dict[str, Any]:
+def config_of(thing: Any) -> dict[str, Any]:
     """Return `thing.get_config()`, the arguments of a Keras object."""
     with without_tensorflow():
         return thing.get_config()  # type: ignore[no-any-return]
@@ -56,7 +56,7 @@ def without_tensorflow() -> Iterator[None]:
     Keras tests whether an object belongs to TensorFlow, and imports TensorFlow for that, which takes seconds of a job's
     start. If TensorFlow is not imported, no object does.
     """
-    with _describing:
+    with _serialization_lock:
         tensorflow = serialization_lib.tf
         if "tensorflow" not in sys.modules:
             serialization_lib.tf = SimpleNamespace(available=False)

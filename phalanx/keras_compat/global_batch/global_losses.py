@@ -51,7 +51,7 @@ from phalanx.keras_compat.patching import PatchedFunction, set_untracked
 _MEAN_REDUCTIONS = ("sum_over_batch_size", "mean")
 
 
-_ALONG_LAST_AXIS = ("cosine_similarity", "kl_divergence", "pearson_correlation", "concordance_correlation")
+_COUPLES_LAST_AXIS = ("cosine_similarity", "kl_divergence", "pearson_correlation", "concordance_correlation")
 """Functions that relate values, in addition to the categorical ones. Keras's others are means along that axis."""
 
 
@@ -67,17 +67,17 @@ _global_loss_depth = _GlobalLossDepth()
 # Stored on the objects, because PyTorch's compiler does not support sets of weak references.
 
 
-def note_sum(thing: Any, *, is_sum: bool = True) -> None:
+def mark_as_sum(thing: Any, *, is_sum: bool = True) -> None:
     """Record on a loss, or on a model for its `compute_loss`, whether it is one sum over the batch."""
     set_untracked(thing, _phalanx_is_sum=is_sum)
 
 
-def is_noted_sum(thing: Any) -> bool:
-    """Return what `note_sum` recorded."""
+def is_marked_as_sum(thing: Any) -> bool:
+    """Return what `mark_as_sum` recorded."""
     return getattr(thing, "_phalanx_is_sum", False)
 
 
-def note_added(layer: Any, kinds: Sequence[bool | None]) -> None:
+def mark_added_losses(layer: Any, kinds: Sequence[bool | None]) -> None:
     """Record for each loss that a layer adds in one call of the model whether it is a sum; None if unknown."""
     set_untracked(layer, _phalanx_added=tuple(kinds))
 
@@ -86,7 +86,7 @@ def over_global_batch(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample
     """Compute a loss over the batches of all ranks; outside of a step, over this batch."""
     collectives = step_collectives.current()
     if collectives is None or _global_loss_depth.value:
-        return _of_whole(loss, y_true, y_pred, sample_weight)
+        return _compute_globally(loss, y_true, y_pred, sample_weight)
 
     def gathered(values: Any) -> Any:
         tensors = [ops.convert_to_tensor(leaf) for leaf in tree.flatten(values) if leaf is not None]
@@ -98,7 +98,7 @@ def over_global_batch(loss: Callable[..., Any], y_true: Any, y_pred: Any, sample
     y_true, sample_weight, masks = gathered((y_true, sample_weight, masks))
     y_pred = gathered(y_pred)
     tree.map_structure(lambda each, mask: mask is None or set_keras_mask(each, mask), y_pred, masks)
-    return _of_whole(loss, y_true, y_pred, sample_weight)
+    return _compute_globally(loss, y_true, y_pred, sample_weight)
 
 
 def is_over_global_batch() -> bool:
@@ -106,7 +106,7 @@ def is_over_global_batch() -> bool:
     return _global_loss_depth.value > 0
 
 
-def _of_whole(loss: Callable[..., Any], *arguments: Any) -> Any:
+def _compute_globally(loss: Callable[..., Any], *arguments: Any) -> Any:
     _global_loss_depth.value += 1
     try:
         return loss(*arguments)
@@ -114,7 +114,7 @@ def _of_whole(loss: Callable[..., Any], *arguments: Any) -> Any:
         _global_loss_depth.value -= 1
 
 
-def relates_samples(loss: Any, y_pred: Any) -> bool:
+def couples_samples(loss: Any, y_pred: Any) -> bool:
     """Whether this is a Keras loss that is known to relate samples to each other."""
     function, arguments = getattr(loss, "fn", None), getattr(loss, "_fn_kwargs", {})
     if not (getattr(function, "__module__", None) or "").startswith("keras."):
@@ -122,16 +122,16 @@ def relates_samples(loss: Any, y_pred: Any) -> bool:
     # Several outputs with one compiled loss for all are stacked; the samples are then the second axis.
     rank = max(len(getattr(each, "shape", ())) for each in tree.flatten(y_pred))  # a custom step may pass a number
     if "axis" not in arguments:
-        return function is keras_losses.circle or (rank == 1 and relates_last_axis(function))
+        return function is keras_losses.circle or (rank == 1 and couples_last_axis(function))
     axes, first = arguments["axis"], {int(tree.is_nested(y_pred)), -rank}  # None: all of them
     return axes is None or not first.isdisjoint(axes if isinstance(axes, tuple | list) else (axes,))
 
 
-def relates_last_axis(function: Any) -> bool:
+def couples_last_axis(function: Any) -> bool:
     """Whether a Keras loss or metric function relates the values along the last axis to each other. For outputs of
     shape (samples,), these are samples."""
     name = getattr(function, "__name__", "")
-    return "categorical" in name or name in _ALONG_LAST_AXIS
+    return "categorical" in name or name in _COUPLES_LAST_AXIS
 
 
 class GloballyScaledLosses:
@@ -168,10 +168,10 @@ class GloballyScaledLosses:
         # A function, not a bound method: as an attribute of the class it is called with the loss.
         def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
             own = self._calls.original
-            if relates_samples(loss, y_pred):
+            if couples_samples(loss, y_pred):
                 return over_global_batch(partial(own, loss), y_true, y_pred, sample_weight)
             result = own(loss, y_true, y_pred, sample_weight)
-            return _summed(result) if is_noted_sum(loss) and is_in_step() else result
+            return _scale_to_sum(result) if is_marked_as_sum(loss) and is_in_step() else result
 
         return call
 
@@ -194,12 +194,12 @@ class GloballyScaledLosses:
         number = self._added_so_far[id(layer)] % len(kinds)
         self._added_so_far[id(layer)] += 1
         kind = kinds[number]
-        return value if kind is None else _summed(ops.sum(value)) if kind else ops.sum(value)
+        return value if kind is None else _scale_to_sum(ops.sum(value)) if kind else ops.sum(value)
 
     def _make_compute(self) -> Callable[..., Any]:
         def compute(model: Any, *arguments: Any, **named: Any) -> Any:
             loss = self._computes.original(model, *arguments, **named)
-            return _summed(loss) if is_noted_sum(model) and is_in_step() else loss
+            return _scale_to_sum(loss) if is_marked_as_sum(model) and is_in_step() else loss
 
         return compute
 
@@ -220,28 +220,30 @@ class GloballyScaledLosses:
                 return original(values, sample_weight, mask, reduction, dtype)
             weights = ops.cast(sample_weight, "float32")
             # The mean of all ranks' weights: Keras multiplies one number by every weight and takes the mean.
-            total, number = _totals([ops.sum(weights), ops.cast(ops.size(weights), "float32")])
+            total, number = _all_reduce_scalars([ops.sum(weights), ops.cast(ops.size(weights), "float32")])
             loss = original(values, None, None, reduction, dtype)
             return loss * ops.cast(total / ops.maximum(number, 1.0), loss.dtype)
         # Keras multiplies the weights by the mask in place.
         weight = sample_weight if sample_weight is None or mask is None else ops.copy(sample_weight)
         if reduction == "sum":
-            return _summed(original(values, weight, mask, reduction, dtype))
+            return _scale_to_sum(original(values, weight, mask, reduction, dtype))
         if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
-            (denominator,) = _totals([_sum_of_weights(values, sample_weight, mask)])
+            (denominator,) = _all_reduce_scalars([_sum_of_weights(values, sample_weight, mask)])
             # This rank's numerator alone. Its own denominator could be zero or negative even if the sum of all ranks'
             # is neither.
             own = original(values, weight, mask, "sum", dtype)
-            return _summed(ops.divide_no_nan(own, ops.cast(denominator, own.dtype)))  # zero even for NaN, as in Keras
+            return _scale_to_sum(
+                ops.divide_no_nan(own, ops.cast(denominator, own.dtype))
+            )  # zero even for NaN, as in Keras
         loss = original(values, weight, mask, reduction, dtype)
         if reduction not in _MEAN_REDUCTIONS or mask is None:
             return loss
         left = ops.sum(ops.cast(mask, "float32"))
-        return _summed(loss, ops.divide_no_nan(left, _totals([left])[0]))
+        return _scale_to_sum(loss, ops.divide_no_nan(left, _all_reduce_scalars([left])[0]))
 
     def _sum(self, added: Any) -> Any:
         total: Any = ops.sum(ops.cast(added, "float32") if "float" not in str(added.dtype) else added)
-        return _summed(total) if is_in_step() and has_samples(added, self.batch_size) else total
+        return _scale_to_sum(total) if is_in_step() and has_samples(added, self.batch_size) else total
 
 
 def _targets_by_output(loss: Any, y_true: Any, y_pred: Any) -> Any:
@@ -263,14 +265,14 @@ def has_samples(values: Any, batch_size: int) -> bool:
     return len(values.shape) > 0 and values.shape[0] in (None, batch_size)
 
 
-def _totals(own: list[Any]) -> list[Any]:
+def _all_reduce_scalars(own: list[Any]) -> list[Any]:
     """Sum scalars over the ranks, without a gradient."""
     collectives = step_collectives.current()
     assert collectives is not None, "losses are scaled inside of a step"
     return collectives.all_reduce([ops.stop_gradient(value) for value in own])
 
 
-def _summed(own: Any, factor: Any = 1.0) -> Any:
+def _scale_to_sum(own: Any, factor: Any = 1.0) -> Any:
     """Scale a rank's part of a sum so that the mean weighted by the shares is the sum over the ranks."""
     share = ops.convert_to_tensor(share_of_step(), "float32")
     return own * ops.cast(factor * ops.divide_no_nan(1.0, share), own.dtype)  # zero without samples

@@ -1,7 +1,7 @@
 """Merges gradients where a custom `train_step` calls `optimizer.apply`.
 
 Overrides `apply` on the optimizer object. An optimizer that is not one of the model's (in a global variable) is caught
-by the wrapper that `trainer_hook` puts around every `apply`, which calls `stray_merge`.
+by the wrapper that `trainer_hook` puts around every `apply`, which calls `external_optimizer_merge`.
 
 Tested with Keras 3.12 and 3.15.
 """
@@ -23,7 +23,7 @@ from phalanx.keras_compat.patching import overridden_methods, override_methods
 MergeGradients = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 """Takes gradients and their weights, and returns the values to apply."""
 
-_strays = threading.local()
+_external_optimizers = threading.local()
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def merging_applies(
     """Context in which optimizers merge their gradients before they apply them.
 
     Args:
-        model: The model whose optimizers merge. Optimizers of other objects merge too; see `stray_merge`.
+        model: The model whose optimizers merge. Optimizers of other objects merge too; see `external_optimizer_merge`.
         merge: Merges the gradients.
         fused: Creates a context that makes an optimizer use a fused kernel.
         assign: Called instead of the optimizers' own update, with the result of `merge` and the weights.
@@ -45,13 +45,13 @@ def merging_applies(
         for optimizer in optimizers(model):
             stack.enter_context(_merging_apply(optimizer, merge, assign or optimizer.apply))
             stack.enter_context(fused(optimizer))
-        stack.enter_context(_strays_merging(_refuse_stray if assign else merge))
+        stack.enter_context(_merging_external_optimizers(_refuse_external_optimizer if assign else merge))
         yield
 
 
-def stray_merge() -> MergeGradients | None:
+def external_optimizer_merge() -> MergeGradients | None:
     """Return the merge for an optimizer being applied that is not the model's; None outside of a train step."""
-    return getattr(_strays, "merge", None)
+    return getattr(_external_optimizers, "merge", None)
 
 
 def redirect_apply(optimizer: Any, apply: Callable[[Sequence[Any], Sequence[Any] | None], None]) -> None:
@@ -69,16 +69,16 @@ def redirect_apply(optimizer: Any, apply: Callable[[Sequence[Any], Sequence[Any]
 
 
 @contextmanager
-def _strays_merging(merge: MergeGradients | None) -> Iterator[None]:
-    before = stray_merge()
-    _strays.merge = merge
+def _merging_external_optimizers(merge: MergeGradients | None) -> Iterator[None]:
+    before = external_optimizer_merge()
+    _external_optimizers.merge = merge
     try:
         yield
     finally:
-        _strays.merge = before
+        _external_optimizers.merge = before
 
 
-def _refuse_stray(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+def _refuse_external_optimizer(gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
     raise UnsupportedError(
         "train_step applies an optimizer that is not the model's. With parameter servers the servers update, so pass "
         "it to compile()."
@@ -99,14 +99,14 @@ def _merging_apply(optimizer: Any, merge: MergeGradients, apply: Callable[..., A
         weights = list(trainable_variables)
         gradients = merged(list(grads), weights)
         # `trainer_hook` wraps `apply` as well, and must not merge these gradients again.
-        with _strays_merging(None):
+        with _merging_external_optimizers(None):
             return apply(gradients, weights)
 
     def merged_apply_gradients(grads_and_vars: Any) -> Any:
         """Merge before the program's `apply_gradients`. The `apply` that it calls must not merge again."""
         grads, weights = map(list, zip(*grads_and_vars, strict=True))
         gradients = merged(grads, weights)
-        with _strays_merging(None), overridden_methods(optimizer, apply=apply):
+        with _merging_external_optimizers(None), overridden_methods(optimizer, apply=apply):
             return apply_gradients(zip(gradients, weights, strict=True))
 
     # Keras's own `apply_gradients` only calls `apply`, which merges. One that a program has overridden may compute with

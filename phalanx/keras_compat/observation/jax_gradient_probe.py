@@ -48,7 +48,7 @@ class OptimizerCall(NamedTuple):
 
 
 @contextmanager
-def probe(optimizer: Any, *, is_custom: bool = False) -> Iterator[list[OptimizerCall]]:
+def recorded_applies(optimizer: Any, *, is_custom: bool = False) -> Iterator[list[OptimizerCall]]:
     """Context in which `optimizer.stateless_apply` records its arguments and returns placeholders.
 
     Args:
@@ -60,15 +60,15 @@ def probe(optimizer: Any, *, is_custom: bool = False) -> Iterator[list[Optimizer
     calls: list[OptimizerCall] = []
     own = GlobalGradients(optimizer)
 
-    def note(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> tuple[Any, Any]:
-        # One placeholder per value: with them, `only_call` sees that the step has passed on all of them, in their
-        # places.
+    def record(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> tuple[Any, Any]:
+        # One placeholder per value: with them, `gradients_of_only_call` sees that the step has passed on all of them,
+        # in their places.
         later = [_Placeholder() for _ in trainable_variables], [_Placeholder() for _ in optimizer_variables]
         gradients = own.to_merge(grads, optimizer._trainable_variables)
         calls.append(OptimizerCall(optimizer_variables, gradients, trainable_variables, *later))
         return later
 
-    with overridden_methods(optimizer, stateless_apply=note, **own.methods):
+    with overridden_methods(optimizer, stateless_apply=record, **own.methods):
         try:
             yield calls
         except Exception as error:
@@ -77,7 +77,9 @@ def probe(optimizer: Any, *, is_custom: bool = False) -> Iterator[list[Optimizer
             raise UnsupportedUpdateError(_ONE_UPDATE) from error
 
 
-def only_call(calls: list[OptimizerCall], state: tuple[Any, ...], trainable: Values, optimizer: Values) -> Values:
+def gradients_of_only_call(
+    calls: list[OptimizerCall], state: tuple[Any, ...], trainable: Values, optimizer: Values
+) -> Values:
     """Return the gradients of the only `stateless_apply` of a train step.
 
     Raises: UnsupportedUpdateError if there were none or several, or if the step did more to weights or optimizer

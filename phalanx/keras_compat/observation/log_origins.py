@@ -42,19 +42,19 @@ class LogOrigins:
         # For each set of logs that a step has returned, by their names: those that are results under other names, and
         # the nesting. A compiled step is watched when it is traced. One trace may log what another does not.
         self._found: dict[frozenset[str], dict[str, _Origin]] = {}
-        self._asked: dict[frozenset[str], set[str]] = {}  # the names of all results that the step has requested
+        self._requested: dict[frozenset[str], set[str]] = {}  # the names of all results that the step has requested
         self._forms: dict[frozenset[str], Mapping[str, Any]] = {}
         self._looks_at_batch = False  # whether `compute_metrics` does
 
     @contextmanager
-    def watched(self, *, of_interest: bool = True) -> Iterator[FindOrigins]:
+    def watched(self, *, may_differ: bool = True) -> Iterator[FindOrigins]:
         """Context for a step that runs or is traced. Yields a function to call with the logs that the step returned,
         which returns them flat.
 
         Args:
-            of_interest: Whether they may contain more than results under the names of their metrics.
+            may_differ: Whether they may contain more than results under the names of their metrics.
         """
-        if not of_interest:
+        if not may_differ:
             yield flat_logs
             return
         model = self._model
@@ -94,7 +94,7 @@ class LogOrigins:
 
     def may_be_result(self, name: str, names: Iterable[str]) -> bool:
         """Whether a step that logs `names` may log a metric's result under `name`, the name of the metric."""
-        asked = self._asked.get(frozenset(names))
+        asked = self._requested.get(frozenset(names))
         return asked is None or name in asked
 
     def nested(self, logs: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class LogOrigins:
         # The first entry is nearest to the metric: `compute_metrics` returns results of metrics.
         origins = {id(value): origin for value, origin in reversed(self._seen)}
         found = {name: origins[id(value)] for name, value in logs.items() if id(value) in origins}
-        self._asked[names] = {str(o.key or getattr(o.metric, "name", "")) for _, o in self._seen}
+        self._requested[names] = {str(o.key or getattr(o.metric, "name", "")) for _, o in self._seen}
         self._found[names] = {name: origin for name, origin in found.items() if not _is_named_so(origin, name)}
         return logs
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import keras
 
-from phalanx.keras_compat.global_batch.global_losses import relates_last_axis
+from phalanx.keras_compat.global_batch.global_losses import couples_last_axis
 
 _HOME = "keras.src.metrics."
 
@@ -20,9 +20,9 @@ def compiled_metrics(model: Any) -> list[Any]:
     return [] if compiled is None else list(compiled.metrics)
 
 
-def needs_classes(metric: Any) -> bool:
+def needs_class_axis(metric: Any) -> bool:
     """Whether a metric is a Keras metric that relates the values along the last axis to each other."""
-    return type(metric).__module__.startswith(_HOME) and relates_last_axis(getattr(metric, "_fn", None))
+    return type(metric).__module__.startswith(_HOME) and couples_last_axis(getattr(metric, "_fn", None))
 
 
 def counts_samples(metric: Any) -> bool:

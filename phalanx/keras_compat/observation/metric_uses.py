@@ -18,13 +18,13 @@ class MetricUses:
     """Observed uses of a model's metrics in steps that run or are traced.
 
     Attributes:
-        resets: Name of a metric that a step has reset; "" if none.
-        reads_early: Name of a metric whose result a step has read before it updated the metric, and not again.
-        logs_early: Name of a metric for which a step logs such a result.
+        reset_metric: Name of a metric that a step has reset; "" if none.
+        early_read_metric: Name of a metric whose result a step has read before it updated the metric, and not again.
+        early_logged_metric: Name of a metric for which a step logs such a result.
     """
 
     def __init__(self) -> None:
-        self.resets = self.reads_early = self.logs_early = ""
+        self.reset_metric = self.early_read_metric = self.early_logged_metric = ""
         self._is_in_step = False
         self._early: dict[int, bool] = {}  # by metric: whether it was updated since its last result
         self._results: dict[int, Any] = {}  # by metric, its last result
@@ -60,13 +60,13 @@ class MetricUses:
 
     def _note_early(self, model: Any, logs: Any) -> None:
         early = [metric for metric in metrics_of(model) if self._early.get(id(metric))]
-        self.reads_early = self.reads_early or next((metric.name for metric in early), "")
+        self.early_read_metric = self.early_read_metric or next((metric.name for metric in early), "")
         logged = {id(value) for value in logs.values()} if isinstance(logs, Mapping) else set()
         # If a step logs the names of all metrics, Keras takes their results at the end.
         if not logged or logs.keys() == {metric.name for metric in model.metrics}:
             return
         found = (metric.name for metric in early if id(self._results[id(metric)]) in logged)
-        self.logs_early = self.logs_early or next(found, "")
+        self.early_logged_metric = self.early_logged_metric or next(found, "")
 
     def _noting(self, note: Callable[[Any, Any], None], metric: Any, method: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ class MetricUses:
         return noted
 
     def _reset(self, metric: Any, _: Any) -> None:
-        self.resets = self.resets or metric.name
+        self.reset_metric = self.reset_metric or metric.name
 
     def _update(self, metric: Any, _: Any) -> None:
         if id(metric) in self._early:

@@ -50,23 +50,23 @@ def outside_of_functions() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def watched_assignments(found: Callable[[Any], None], found_raw: Callable[[Any], None]) -> Iterator[None]:
+def watched_assignments(on_variable: Callable[[Any], None], on_raw_variable: Callable[[Any], None]) -> Iterator[None]:
     """Context in which variables are reported after their creation and before each assignment. Stateless scopes are
     excluded: there, values are arguments and results of a trace, and the variable itself does not change.
 
     Args:
-        found: Called with a `keras.Variable`.
-        found_raw: Called with a `tf.Variable`, which may be the one of a `keras.Variable`.
+        on_variable: Called with a `keras.Variable`.
+        on_raw_variable: Called with a `tf.Variable`, which may be the one of a `keras.Variable`.
     """
 
     def create(variable: Any, *args: Any, **kwargs: Any) -> None:
         creating.original(variable, *args, **kwargs)
         if getattr(variable, "_value", None) is not None and not in_stateless_scope():
-            found(variable)
+            on_variable(variable)
 
     def assign(variable: Any, value: Any) -> Any:
         if not in_stateless_scope():
-            found(variable)
+            on_variable(variable)
         return assigning.original(variable, value)
 
     creating = PatchedFunction(defining_class(keras.Variable, "__init__"), "__init__", create)
@@ -74,12 +74,12 @@ def watched_assignments(found: Callable[[Any], None], found_raw: Callable[[Any],
     with ExitStack() as stack:
         stack.enter_context(creating)
         stack.enter_context(assigning)
-        for patch in _of_tensorflow(found_raw):
+        for patch in _of_tensorflow(on_raw_variable):
             stack.enter_context(patch)
         yield
 
 
-def _of_tensorflow(found_raw: Callable[[Any], None]) -> list[PatchedFunction]:
+def _of_tensorflow(on_raw_variable: Callable[[Any], None]) -> list[PatchedFunction]:
     if keras.backend.backend() != "tensorflow":
         return []
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable  # redefines the methods of its base
@@ -87,7 +87,7 @@ def _of_tensorflow(found_raw: Callable[[Any], None]) -> list[PatchedFunction]:
     def watched(name: str) -> PatchedFunction:
         def assign(variable: Any, *args: Any, **kwargs: Any) -> Any:
             if not variable.name.startswith(INTERNAL_PREFIX):
-                found_raw(variable)
+                on_raw_variable(variable)
             return patch.original(variable, *args, **kwargs)
 
         patch = PatchedFunction(ResourceVariable, name, assign)

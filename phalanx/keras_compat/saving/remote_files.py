@@ -28,7 +28,7 @@ from phalanx.storage.remote_path import RemotePath, has_store
 def install(patches: Patches) -> None:
     """Replace Keras's functions."""
     for name, function in _FUNCTIONS.items():
-        patches.replace(file_utils, name, functools.partial(_where_there_is_a_store, function=function))
+        patches.replace(file_utils, name, functools.partial(_prefer_store, function=function))
 
 
 def exists(path: str) -> bool:
@@ -42,7 +42,7 @@ def read_text(path: str) -> str:
         return str(file.read())
 
 
-def _where_there_is_a_store(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+def _prefer_store(original: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def either(path: Any, *args: Any, **kwargs: Any) -> Any:
         # Both paths of `copy` may be URLs. What `join` appends never is.

@@ -43,7 +43,7 @@ def writing_methods(callback: Any) -> tuple[str, ...]:
 
 
 @contextmanager
-def writing_whole_files(callback: Any) -> Iterator[None]:
+def writing_atomically(callback: Any) -> Iterator[None]:
     """Context in which one of `SAVERS` may write or delete. What it writes to a local file system appears whole or not
     at all, even if the process is killed.
 

@@ -29,8 +29,8 @@ _SYNCHRONIZED = (ON_READ, "on_write", "auto")
 _creation = threading.local()
 
 
-class ReplicaParts(Protocol):
-    """Access to the other replicas' parts of a variable."""
+class VariableMerger(Protocol):
+    """Merges the replicas' parts of a variable."""
 
     @property
     def is_alone(self) -> bool:
@@ -53,7 +53,7 @@ class ReplicaParts(Protocol):
         """Whether the current code sees the job's values instead of this replica's."""
         ...
 
-    def check_lone_read(self, name: str) -> None:
+    def check_chief_read(self, name: str) -> None:
         """Check a read of this replica's part of a variable. Raises: UnsupportedError in a callback of the chief, which
         would mistake it for the whole."""
         ...
@@ -74,11 +74,11 @@ class ReplicaParts(Protocol):
         """Return the value to save under this name. Raises: as `merge`, and if not all replicas save it."""
         ...
 
-    def own_part(self, value: Any, aggregation: str) -> Any:
+    def local_part(self, value: Any, aggregation: str) -> Any:
         """Return this replica's part of a value that is assigned to the job's variable."""
         ...
 
-    def assigns_wholes(self) -> bool:
+    def assigns_merged_values(self) -> bool:
         """Whether the current code assigns the job's values, on every replica."""
         ...
 
@@ -107,20 +107,22 @@ def is_created_by_keras() -> bool:
     return getattr(_creation, "is_keras", False)
 
 
-def merge_variable(variable: Any, parts: ReplicaParts) -> None:
+def merge_variable(variable: Any, merger: VariableMerger) -> None:
     """Make a Keras variable that has an aggregation belong to the job. Safe to call again."""
     if variable.synchronization in _SYNCHRONIZED and not isinstance(variable, _MergedOnRead | _MergedOnWrite):
         on_read = variable.synchronization == ON_READ
         insert_mixin(variable, _MergedOnRead if on_read else _MergedOnWrite)
-        set_untracked(variable, _phalanx_parts=parts, _phalanx_divided=parts.is_in_run())
+        set_untracked(variable, _phalanx_merger=merger, _phalanx_is_local=merger.is_in_run())
 
 
-def merged_for_checkpoint(tensors: dict[str, Any], parts: ReplicaParts, aggregation: str, name: str) -> dict[str, Any]:
+def merged_for_checkpoint(
+    tensors: dict[str, Any], merger: VariableMerger, aggregation: str, name: str
+) -> dict[str, Any]:
     """Return the value that a `tf.train.Checkpoint` saves for a variable that is merged on read.
 
     Args:
         tensors: Save specs of this replica's value, which read the variable only when the checkpoint saves.
-        parts: Access to the other replicas.
+        merger: Access to the other replicas.
         aggregation: The variable's `aggregation`.
         name: Name of the variable.
     """
@@ -128,18 +130,18 @@ def merged_for_checkpoint(tensors: dict[str, Any], parts: ReplicaParts, aggregat
     def merging(own: Any) -> Any:
         def read() -> Any:
             value = own.tensor
-            return parts.merge_for_checkpoint(value, aggregation, name) if parts.merges_reads() else value
+            return merger.merge_for_checkpoint(value, aggregation, name) if merger.merges_reads() else value
 
         return type(own)(read, dtype=own.dtype, device=own.device)
 
     return {key: merging(own) for key, own in tensors.items()}
 
 
-def own_parts(restored: dict[str, Any], parts: ReplicaParts, aggregation: str) -> dict[str, Any]:
+def local_parts(restored: dict[str, Any], merger: VariableMerger, aggregation: str) -> dict[str, Any]:
     """Return this replica's part of a variable that is merged on read, when a `tf.train.Checkpoint` restores it."""
-    if not parts.merges_reads():
+    if not merger.merges_reads():
         return restored
-    return {key: parts.own_part(value, aggregation) for key, value in restored.items()}
+    return {key: merger.local_part(value, aggregation) for key, value in restored.items()}
 
 
 class MergedOnRead:
@@ -149,50 +151,50 @@ class MergedOnRead:
 class _MergedOnRead(MergedOnRead):
     """A mixin that precedes the class of a Keras variable."""
 
-    _phalanx_parts: ReplicaParts
-    _phalanx_divided: bool
+    _phalanx_merger: VariableMerger
+    _phalanx_is_local: bool
     """Whether it holds this replica's part: `strategy.run` has used it, or is being traced. What `fit` leaves is whole,
     and what only the chief counts stays with the chief."""
 
     @property
     def value(self) -> Any:
-        self._phalanx_divide()
-        own, parts = super().value, self._phalanx_parts  # type: ignore[misc]
-        if not self._phalanx_divided or in_stateless_scope():
+        self._phalanx_make_local()
+        own, merger = super().value, self._phalanx_merger  # type: ignore[misc]
+        if not self._phalanx_is_local or in_stateless_scope():
             return own
-        if parts.merges_reads():
-            return parts.merge(own, self.aggregation)  # type: ignore[attr-defined]
-        parts.check_lone_read(self.path)  # type: ignore[attr-defined]
+        if merger.merges_reads():
+            return merger.merge(own, self.aggregation)  # type: ignore[attr-defined]
+        merger.check_chief_read(self.path)  # type: ignore[attr-defined]
         return own
 
     def _direct_assign(self, value: Any) -> None:
-        self._phalanx_divide()
+        self._phalanx_make_local()
         if isinstance(value, KerasVariable):  # on TensorFlow, which would read it later, and not on all replicas
             value = value.value
-        if self._phalanx_divided:
-            if self._phalanx_parts.merges_reads():
-                value = self._phalanx_parts.own_part(value, self.aggregation)  # type: ignore[attr-defined]
-            elif self._phalanx_parts.assigns_wholes():
-                set_untracked(self, _phalanx_divided=False)
+        if self._phalanx_is_local:
+            if self._phalanx_merger.merges_reads():
+                value = self._phalanx_merger.local_part(value, self.aggregation)  # type: ignore[attr-defined]
+            elif self._phalanx_merger.assigns_merged_values():
+                set_untracked(self, _phalanx_is_local=False)
         self._phalanx_keep(value)
 
-    def _phalanx_divide(self) -> None:
+    def _phalanx_make_local(self) -> None:
         """Keep this replica's part when `run` first uses the variable: its value, perhaps restored, is the job's."""
-        parts = self._phalanx_parts
-        if self._phalanx_divided or in_stateless_scope() or not parts.is_in_run():
+        merger = self._phalanx_merger
+        if self._phalanx_is_local or in_stateless_scope() or not merger.is_in_run():
             return
-        set_untracked(self, _phalanx_divided=True)
-        with parts.outside_of_traces():
-            self._phalanx_keep_part()
+        set_untracked(self, _phalanx_is_local=True)
+        with merger.outside_of_traces():
+            self._phalanx_keep_local()
 
-    def _phalanx_keep_part(self) -> None:
+    def _phalanx_keep_local(self) -> None:
         whole = super().value  # type: ignore[misc]
-        own = self._phalanx_parts.own_part(whole, self.aggregation)  # type: ignore[attr-defined]
+        own = self._phalanx_merger.local_part(whole, self.aggregation)  # type: ignore[attr-defined]
         if own is not whole:
             self._phalanx_keep(own)
 
     def _phalanx_keep(self, value: Any) -> None:
-        with self._phalanx_parts.local_reads():  # on PyTorch, assignment copies into the value that it reads
+        with self._phalanx_merger.local_reads():  # on PyTorch, assignment copies into the value that it reads
             super()._direct_assign(value)  # type: ignore[misc]
 
     def __repr__(self) -> str:
@@ -211,14 +213,14 @@ class _MergedOnRead(MergedOnRead):
     def _serialize_to_tensors(self) -> Any:
         variable: Any = self
         own: dict[str, Any] = variable._value._serialize_to_tensors()
-        if not self._phalanx_divided:
+        if not self._phalanx_is_local:
             return own
-        return merged_for_checkpoint(own, self._phalanx_parts, variable.aggregation, variable.path)
+        return merged_for_checkpoint(own, self._phalanx_merger, variable.aggregation, variable.path)
 
     def _restore_from_tensors(self, restored: Any) -> Any:
         variable: Any = self
-        if self._phalanx_divided:
-            restored = own_parts(restored, self._phalanx_parts, variable.aggregation)
+        if self._phalanx_is_local:
+            restored = local_parts(restored, self._phalanx_merger, variable.aggregation)
         return variable._value._restore_from_tensors(restored)
 
     def _write_object_proto(self, proto: Any, options: Any) -> Any:
@@ -228,7 +230,7 @@ class _MergedOnRead(MergedOnRead):
 class _MergedOnWrite:
     """A mixin that precedes the class of a Keras variable."""
 
-    _phalanx_parts: ReplicaParts
+    _phalanx_merger: VariableMerger
 
     def assign(self, value: Any) -> Any:
         return super().assign(self._phalanx_merged(value))  # type: ignore[misc]
@@ -241,8 +243,8 @@ class _MergedOnWrite:
         return super().assign(self - self._phalanx_merged(value))  # type: ignore[misc]
 
     def _phalanx_merged(self, value: Any) -> Any:
-        parts = self._phalanx_parts
-        if in_stateless_scope() or not parts.merges_writes():
+        merger = self._phalanx_merger
+        if in_stateless_scope() or not merger.merges_writes():
             return value
         value = self._convert_to_tensor(value, dtype=self._dtype)  # type: ignore[attr-defined]
-        return parts.merge(value, self.aggregation)  # type: ignore[attr-defined]
+        return merger.merge(value, self.aggregation)  # type: ignore[attr-defined]

@@ -28,18 +28,18 @@ class OptimizerSlot(NamedTuple):
     name: str
 
 
-def build_noting_slots(optimizer: Any, variables: Sequence[Any]) -> tuple[OptimizerSlot, ...]:
+def build_and_record_slots(optimizer: Any, variables: Sequence[Any]) -> tuple[OptimizerSlot, ...]:
     """Build a fresh optimizer for variables, and return the slot of each of its own variables."""
     found: dict[int, OptimizerSlot] = {}
     index_of = {id(variable): index for index, variable in enumerate(variables)}
     add = optimizer.add_variable_from_reference
 
-    def add_and_note(reference_variable: Any, name: str | None = None, **options: Any) -> Any:
+    def add_and_record(reference_variable: Any, name: str | None = None, **options: Any) -> Any:
         added = add(reference_variable, name=name, **options)
         found[id(added)] = OptimizerSlot(index_of[id(reference_variable)], name or "var")
         return added
 
-    with overridden_methods(optimizer, add_variable_from_reference=add_and_note):
+    with overridden_methods(optimizer, add_variable_from_reference=add_and_record):
         optimizer.build(variables)
     # Keras numbers unnamed variables (Nadam has one) across the whole process.
     slots = [
@@ -70,7 +70,7 @@ def slots_of_model(optimizer: Any, variables: Sequence[Any]) -> tuple[OptimizerS
             f"register their classes with @keras.saving.register_keras_serializable() before you create the strategy. "
             f"({type(error).__name__}: {error})"
         ) from error
-    slots = build_noting_slots(clone, variables)
+    slots = build_and_record_slots(clone, variables)
     # Keras cannot tell whether a `get_config` is complete, so the attributes of the clone and of the original are
     # compared.
     missing = [name for name, value in plain_settings(optimizer).items() if vars(clone).get(name, value) != value]

@@ -21,10 +21,10 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.patching import insert_mixin, set_untracked
 from phalanx.keras_compat.variables.merged_variables import (
     MergedOnRead,
-    ReplicaParts,
+    VariableMerger,
     is_created_by_keras,
+    local_parts,
     merged_for_checkpoint,
-    own_parts,
 )
 
 _SCATTERED = (
@@ -34,34 +34,34 @@ _SCATTERED = (
 )
 
 
-def variable_merge_scope(current_parts: Callable[[], ReplicaParts | None]) -> AbstractContextManager[None]:
-    """Context in which new variables belong to the `current_parts()` at their creation, if there are any."""
-    context: AbstractContextManager[None] = tf.variable_creator_scope(partial(_create, current_parts))
+def variable_merge_scope(current_merger: Callable[[], VariableMerger | None]) -> AbstractContextManager[None]:
+    """Context in which new variables belong to the `current_merger()` at their creation, if there are any."""
+    context: AbstractContextManager[None] = tf.variable_creator_scope(partial(_create, current_merger))
     return context
 
 
-def _create(current_parts: Callable[[], ReplicaParts | None], next_creator: Any, **arguments: Any) -> Any:
+def _create(current_merger: Callable[[], VariableMerger | None], next_creator: Any, **arguments: Any) -> Any:
     variable = next_creator(**arguments)
-    parts = current_parts()
-    if parts is None or is_created_by_keras() or isinstance(variable, _Merged):
+    merger = current_merger()
+    if merger is None or is_created_by_keras() or isinstance(variable, _Merged):
         return variable
-    parts.add(variable)
-    if not parts.is_alone:
+    merger.add(variable)
+    if not merger.is_alone:
         on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
         insert_mixin(variable, _MergedOnRead if on_read else _MergedOnWrite)
-        set_untracked(variable, _phalanx_parts=parts, _phalanx_aggregation=variable.aggregation.name.lower())
+        set_untracked(variable, _phalanx_merger=merger, _phalanx_aggregation=variable.aggregation.name.lower())
     return variable
 
 
 class _Merged:
     """A mixin that precedes the class of a variable."""
 
-    _phalanx_parts: ReplicaParts
+    _phalanx_merger: VariableMerger
     _phalanx_aggregation: str
 
     def _phalanx_check(self) -> None:
         """Raises: UnsupportedError in a step of `fit`, which only merges Keras's variables."""
-        if self._phalanx_aggregation != "none" and self._phalanx_parts.is_in_fit():
+        if self._phalanx_aggregation != "none" and self._phalanx_merger.is_in_fit():
             raise UnsupportedError(
                 f"The tf.Variable {self.name!r} is to be merged over the replicas "  # type: ignore[attr-defined]
                 f"({self._phalanx_aggregation}), and was assigned in a step of fit(), which merges metrics and weights "
@@ -71,7 +71,7 @@ class _Merged:
 
 def _refusing(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._phalanx_parts.merges_writes() or isinstance(self, _MergedOnRead):
+        if self._phalanx_merger.merges_writes() or isinstance(self, _MergedOnRead):
             raise UnsupportedError(
                 f"variable.{name}() changes some rows of {self.name!r}, and those of several replicas cannot be "
                 f"merged. Add up whole values with variable.assign_add(), or merge what each replica has with "
@@ -113,22 +113,22 @@ class _MergedOnRead(MergedOnRead, _Merged):
 
     def _serialize_to_tensors(self) -> Any:
         own = super()._serialize_to_tensors()  # type: ignore[misc]
-        return merged_for_checkpoint(own, self._phalanx_parts, self._phalanx_aggregation, self.name)  # type: ignore[attr-defined]
+        return merged_for_checkpoint(own, self._phalanx_merger, self._phalanx_aggregation, self.name)  # type: ignore[attr-defined]
 
     def _restore_from_tensors(self, restored: Any) -> Any:
-        own = own_parts(restored, self._phalanx_parts, self._phalanx_aggregation)
+        own = local_parts(restored, self._phalanx_merger, self._phalanx_aggregation)
         return super()._restore_from_tensors(own)  # type: ignore[misc]
 
     def _phalanx_read(self, own: Any) -> Any:
-        parts = self._phalanx_parts
-        return parts.merge(own, self._phalanx_aggregation) if parts.merges_reads() else own
+        merger = self._phalanx_merger
+        return merger.merge(own, self._phalanx_aggregation) if merger.merges_reads() else own
 
     def _phalanx_write(self, write: Any, value: Any, use_locking: Any, name: Any, read_value: bool) -> Any:
         self._phalanx_check()
-        if not self._phalanx_parts.merges_reads():
+        if not self._phalanx_merger.merges_reads():
             return write(value, use_locking, name, read_value)
         value = tf.convert_to_tensor(value, self.dtype)  # type: ignore[attr-defined]
-        own = self._phalanx_parts.own_part(value, self._phalanx_aggregation)
+        own = self._phalanx_merger.local_part(value, self._phalanx_aggregation)
         operation = write(own, use_locking, name, False)
         return self if read_value else operation  # TensorFlow's return value would be read as this replica's
 
@@ -145,7 +145,7 @@ class _MergedOnWrite(_Merged):
 
     def _phalanx_merged(self, value: Any) -> Any:
         self._phalanx_check()
-        if not self._phalanx_parts.merges_writes():
+        if not self._phalanx_merger.merges_writes():
             return value
         value = tf.convert_to_tensor(value, self.dtype)  # type: ignore[attr-defined]
-        return self._phalanx_parts.merge(value, self._phalanx_aggregation)
+        return self._phalanx_merger.merge(value, self._phalanx_aggregation)

@@ -20,7 +20,7 @@ class TrainableFlags:
         self._flags = [(each, each._trainable) for each in (*model._flatten_layers(), *model.variables)]
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         """Context in which layers and variables have these flags."""
         others = [(each, flag, each._trainable) for each, flag in self._flags if each._trainable != flag]
         try:

@@ -100,7 +100,7 @@ class DeclaredShards:
         if self._updater is None:
             return []
         values = self._updater.values()
-        return copy(values) if self._updater.lends else values
+        return copy(values) if self._updater.shares_buffers else values
 
     def values_by_shard(self) -> list[Array]:
         """Copies of the shards' values, including tables, in the shards' order."""

@@ -38,7 +38,7 @@ class EmbeddingTableUpdater:
     Attributes:
         slots: Piece and name of each of the optimizer's variables.
         groups: Numbers of the pieces in each group; see `Updater`. The tables come last.
-        lends: Whether `values` lends its arrays; see `Updater`.
+        shares_buffers: Whether `values` returns shared memory; see `Updater`.
     """
 
     def __init__(self, optimizer: str, pieces: Sequence[UpdaterPiece], tables: Collection[int]):
@@ -52,7 +52,7 @@ class EmbeddingTableUpdater:
         of_tables = tuple((number,) for number in self._tables)
         self._dense_groups = tuple(group for group in self._updater.groups if group not in of_tables)
         self.groups = self._dense_groups + of_tables
-        self.lends = self._updater.lends
+        self.shares_buffers = self._updater.shares_buffers
         self.slots: tuple[OptimizerSlot, ...] = self._updater.slots
         # Values of each of the optimizer's table variables for all rows, by the variable's index, in the table's shape.
         self._state = {
@@ -86,7 +86,7 @@ class EmbeddingTableUpdater:
             self._state[place][numbers[number]] = value[: len(numbers[number])]
 
     def values(self) -> list[Array]:
-        """The current values of the groups, except tables; see `lends`."""
+        """The current values of the groups, except tables; see `shares_buffers`."""
         present = dict(zip(self._updater.groups, self._updater.values(), strict=True))
         return [present[group] for group in self._dense_groups]
 
@@ -141,7 +141,7 @@ class EmbeddingTableUpdater:
             for number, table in self._tables.items()
         }
         pieces = [piece._replace(value=values[number]) for number, piece in enumerate(self._pieces)]
-        return make_updater(self._optimizer, pieces, apart=self._tables)
+        return make_updater(self._optimizer, pieces, ungrouped=self._tables)
 
 
 def _writable(array: Array) -> Array:

@@ -1,7 +1,7 @@
 """Combination of the losses of a batch's parts to the loss of the batch: computed as ranks would, in one process.
 
 A loss whose parts merge to the loss of the whole batch is a mean over the samples. If they do only once it is noted as
-a sum (`global_losses.note_sum`), it is a sum. Anything else relates samples, or divides one sum by another.
+a sum (`global_losses.mark_as_sum`), it is a sum. Anything else relates samples, or divides one sum by another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from phalanx.engines import make_tensors
 from phalanx.engines.local_ranks import LocalRanks
 from phalanx.engines.merge_collectives import MergeCollectives
-from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses, is_noted_sum, note_sum
+from phalanx.keras_compat.global_batch.global_losses import GloballyScaledLosses, is_marked_as_sum, mark_as_sum
 from phalanx.keras_compat.global_batch.step_collectives import StepScope
 from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 from phalanx.keras_compat.variables.host_values import to_host
@@ -129,11 +129,11 @@ def _number(value: Any) -> float:
 @contextmanager
 def marked_as_sums(losses: Sequence[Any]) -> Iterator[None]:
     """Merge these losses as sums inside the context."""
-    noted = [loss for loss in losses if not is_noted_sum(loss)]
+    noted = [loss for loss in losses if not is_marked_as_sum(loss)]
     for loss in noted:
-        note_sum(loss)
+        mark_as_sum(loss)
     try:
         yield
     finally:
         for loss in noted:
-            note_sum(loss, is_sum=False)
+            mark_as_sum(loss, is_sum=False)

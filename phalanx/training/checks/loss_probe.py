@@ -3,7 +3,7 @@
 A loss function that returns one number may be a mean over the samples, their sum, a ratio of two sums, or may relate
 the samples to each other; nothing declares which. So one process computes the losses of one small batch, and of two
 unequal parts of it as two ranks would, and compares them. Losses that merge to the loss of the whole batch need
-nothing. A sum is noted as one (`global_losses.note_sum`). Anything else is an error.
+nothing. A sum is marked as one (`global_losses.mark_as_sum`). Anything else is an error.
 
 Keras's own losses and layers are known and not probed. The probe computes eagerly, on a few samples, in a
 `StatelessScope`, so that no variable and no seed changes. Losses are computed from fixed predictions, so dropout has no
@@ -25,11 +25,11 @@ from keras import ops, tree
 
 from phalanx.arrays.tree import leaves, map_leaves
 from phalanx.engines.local_ranks import StepsDifferError, TooManyCollectivesError
-from phalanx.keras_compat.global_batch.global_losses import note_added, note_sum
+from phalanx.keras_compat.global_batch.global_losses import mark_added_losses, mark_as_sum
 from phalanx.keras_compat.keras_internals import get_keras_mask, set_keras_mask
 from phalanx.keras_compat.model_state import compiled_losses, overrides
+from phalanx.keras_compat.observation.deterministic_steps import inference_batch_norm
 from phalanx.keras_compat.observation.loss_calls import recorded_additions, recorded_calls
-from phalanx.keras_compat.observation.trial_conditions import collected_statistics
 from phalanx.training.checks.loss_combination import (
     SUMS,
     Combination,
@@ -125,11 +125,11 @@ def needs_probing(model: Any) -> bool:
 def record_findings(model: Any, findings: Findings) -> None:
     """Make the findings available to training steps."""
     for index, loss in enumerate(compiled_losses(model)):
-        note_sum(loss, is_sum=_compiled(index) in findings.sums)
+        mark_as_sum(loss, is_sum=_compiled(index) in findings.sums)
     for index, layer in enumerate(model._flatten_layers()):
         if kinds := [kind for loss, kind in findings.is_sum.items() if loss.startswith(_added_by(index))]:
-            note_added(layer, kinds)
-    note_sum(model, is_sum=_COMPUTE_LOSS in findings.sums)
+            mark_added_losses(layer, kinds)
+    mark_as_sum(model, is_sum=_COMPUTE_LOSS in findings.sums)
 
 
 def probe(model: Any, x: Any, y: Any, sample_weight: Any, *, replicas: int) -> Findings:
@@ -141,7 +141,7 @@ def probe(model: Any, x: Any, y: Any, sample_weight: Any, *, replicas: int) -> F
         replicas: Number of replicas that share the global batch.
     """
     for each in (*compiled_losses(model), model):
-        note_sum(each, is_sum=False)  # a recompiled loss may already be noted
+        mark_as_sum(each, is_sum=False)  # a recompiled loss may already be noted
     own = len(leaves(x)[0])
     # At least three samples, one in the first part and two in the second, so that the parts differ in size.
     few = _Probe(model, x, y, sample_weight, min(own, ROWS) if own > 2 else 3)
@@ -316,7 +316,7 @@ class _Probe:
         with (
             recorded_additions() as added,
             keras.StatelessScope(state_mapping=mapping),
-            collected_statistics(),  # batch normalization is over all replicas, or local on purpose
+            inference_batch_norm(),  # batch normalization is over all replicas, or local on purpose
             _program_code(),
         ):
             y_pred = model(x, training=training) if model._call_has_training_arg else model(x)

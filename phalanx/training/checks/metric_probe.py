@@ -34,7 +34,7 @@ from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 from phalanx.keras_compat.layer_building import graph_output_shapes, output_shapes
-from phalanx.keras_compat.observation.metric_kinds import compiled_metrics, counts_samples, needs_classes
+from phalanx.keras_compat.observation.metric_kinds import compiled_metrics, counts_samples, needs_class_axis
 from phalanx.training.checks.trial_samples import part_size, scaled, values_per_sample
 from phalanx.training.program_effects.program_state import ProgramState, PythonState
 
@@ -78,7 +78,7 @@ def find_rules(model: Any, engine: Engine, data: Any, *, replicas: int) -> tuple
     """
     rules = engine.metric_rules
     compiled = compiled_metrics(model)
-    of_classes = [metric for metric in compiled if needs_classes(metric)]
+    of_classes = [metric for metric in compiled if needs_class_axis(metric)]
     flat = _flat_outputs(model, data) if of_classes else []
     if flat and all(flat):
         return _refusal_of_flat_outputs(of_classes[0])

@@ -66,7 +66,7 @@ def find_output_dependence(model: Any, data: Any, structure: ElementStructure, *
         return OutputDependence.ROWS
     ranks = LocalRanks()
     engine = make_engine(model, ranks)
-    engine.expect(structure)
+    engine.set_batch_structure(structure)
 
     def predict(part: Any, share: float) -> list[Array]:
         engine.begin()

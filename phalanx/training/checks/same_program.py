@@ -11,7 +11,7 @@ import numpy as np
 
 from phalanx.data import ShardedInput
 from phalanx.errors import DisagreementError
-from phalanx.keras_compat.copies.object_config import configuration_of
+from phalanx.keras_compat.copies.object_config import config_of
 from phalanx.keras_compat.model_state import PLAIN, optimizers
 from phalanx.training.checks.rank_comparison import RankComparison
 from phalanx.training.fit_arguments import FitArguments
@@ -193,7 +193,7 @@ def _facts(model: Any, call: FitArguments) -> dict[str, str]:
 def _settings(obj: Any) -> dict[str, Any]:
     """Return the plain values in the configuration of a Keras object; empty if it has none."""
     try:
-        configuration = configuration_of(obj)
+        configuration = config_of(obj)
     except (NotImplementedError, TypeError, ValueError, AttributeError):
         return {}
     return {k: v for k, v in configuration.items() if isinstance(v, PLAIN) and k not in _NOT_COMPARED}

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 from phalanx.keras_compat import model_state
-from phalanx.keras_compat.observation.trial_conditions import LARGEST_CHANGE
+from phalanx.keras_compat.observation.deterministic_steps import LARGEST_CHANGE
 
 Array = np.ndarray[Any, Any]
 

@@ -2,9 +2,9 @@
 
 What a custom `train_step` or layer computes is unknown. So one process takes the step on a few samples, and the steps
 of two replicas that each have a part of them (`engines.local_ranks`), under conditions that make them comparable
-(`keras_compat.trial_conditions`), and then undoes them (`program_state`). Gradients, weights, layer state, metrics and
-logs must agree. A value that differs raises an error that names it, before the first step. For a `test_step`, metrics
-and logs are compared.
+(`keras_compat.deterministic_steps`), and then undoes them (`program_state`). Gradients, weights, layer state, metrics
+and logs must agree. A value that differs raises an error that names it, before the first step. For a `test_step`,
+metrics and logs are compared.
 
 If a step fails with so few samples, it is tried with as many as a replica has; if more samples might take another path,
 it is tried again. Changes caused by random numbers of other libraries are not compared.
@@ -31,8 +31,8 @@ from phalanx.engines.metric_rules import MetricRule
 from phalanx.engines.step_layout import MergeWeight
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat import model_state
+from phalanx.keras_compat.observation.deterministic_steps import DeterministicSteps
 from phalanx.keras_compat.observation.metric_uses import MetricUses
-from phalanx.keras_compat.observation.trial_conditions import TrialConditions
 from phalanx.keras_compat.variables.host_values import host_copy
 from phalanx.training.checks.model_checks import kept_state_message
 from phalanx.training.checks.step_comparison import ROUNDING, StepComparison, StepResults, rounds_coarsely
@@ -85,7 +85,7 @@ def find_difference(
             keeps_python = engine.runs_python  # conditions may change it
             with (
                 state.restored_on_exit(),
-                TrialConditions(model, state.record_variables, keeps_python=keeps_python) as conditions,
+                DeterministicSteps(model, state.record_variables, keeps_python_state=keeps_python) as conditions,
             ):
                 verdict = _Trial(model, engine, state, conditions, structure, step, part).difference(data)
             if verdict or (verdict is not None and not may_depend_on_size(model)):
@@ -109,7 +109,7 @@ class _Trial:
         model: Any,
         engine: Engine,
         state: ProgramState,
-        conditions: TrialConditions,
+        conditions: DeterministicSteps,
         structure: ElementStructure,
         step: str,
         part: int,
@@ -125,7 +125,7 @@ class _Trial:
         self._ranks_engine, self._whole_engine = (make_engine(model, self._ranks) for _ in range(2))
         self._engine = self._whole_engine
         for each in (self._ranks_engine, self._whole_engine):
-            each.expect(structure)
+            each.set_batch_structure(structure)
         self._rules = engine.metric_rules.rules
 
     def difference(self, data: Any) -> str | None:
@@ -185,13 +185,13 @@ class _Trial:
         Args:
             differs: Whether the replicas' results differ, so that a number that is not logged may be the cause.
         """
-        if name := self._uses.resets:
+        if name := self._uses.reset_metric:
             return (
                 f"The {self._name} of {type(self._model).__name__} resets the metric {name!r}. Replicas merge what a "
                 f"step has added to a metric after the step, so what it held before stays. Log the number itself "
                 f"instead, or reset the metric in a callback, between two steps."
             )
-        if name := self._uses.logs_early or (self._uses.reads_early if differs else ""):
+        if name := self._uses.early_logged_metric or (self._uses.early_read_metric if differs else ""):
             return (
                 f"The {self._name} of {type(self._model).__name__} reads the result of the metric {name!r}, and then "
                 f"updates it. Replicas merge what a step has added to a metric after the step, so a result is that of "
@@ -221,7 +221,7 @@ class _Trial:
     def _steps(self, batches: Sequence[Any], share: float) -> list[StepResults]:
         results: list[StepResults] = []
         for batch in batches:
-            if results and not self._conditions.keeps_python:
+            if results and not self._conditions.keeps_python_state:
                 self._state.restore_python()
             results.append(self._step(batch, share))
         return results

@@ -314,7 +314,7 @@ class ParameterServerCoordination:
     def begin_group(self) -> None:
         """See `Coordination.begin_group`."""
         engine = self._remote_model.engine
-        if engine.in_variables:  # a callback may have read or changed them
+        if engine.variables_are_current:  # a callback may have read or changed them
             engine.end()
             if self._state.has_batch_hooks:
                 self._remote_model.send_learning_rate()
@@ -347,14 +347,14 @@ class ParameterServerCoordination:
         # In synchronous training metrics were merged with every step; otherwise each worker counted its own batches.
         engine = remote_model.engine
         if not self._worker.rules.synchronous:
-            self._report_metrics(engine.metric_rules.added(engine.metric_rules.values(), self._metrics_start))
+            self._report_metrics(engine.metric_rules.increments(engine.metric_rules.values(), self._metrics_start))
         if self._worker.is_chief:
             reads = callback_hooks.reads_weights_at_epoch_ends(self._state.callbacks)
             remote_model.pull_after_epoch(tables=reads)
         else:
             count_steps(remote_model, self._worker)
-        counted = engine.metric_rules.added(engine.metric_rules.values(), self._metrics_start)
-        silent = step_logs.silent_metrics(model, counted)
+        counted = engine.metric_rules.increments(engine.metric_rules.values(), self._metrics_start)
+        silent = step_logs.metrics_without_updates(model, counted)
         # With Keras's own steps, all logs are results.
         has_own = samples and model_state.logs_differ_from_metrics(model, "train_step")
         own = model_state.flat_logs(engine.logs()) if has_own else {}
@@ -381,7 +381,7 @@ class ParameterServerCoordination:
             value.reshape(variable.shape)
             for variable, value in zip(rules.variables, arrays_of(buffers, answer.dtypes), strict=True)
         ]
-        engine.metric_rules.set_values(rules.with_start(merged, self._metrics_start))
+        engine.metric_rules.set_values(rules.add_start(merged, self._metrics_start))
 
     def evaluate(self) -> dict[str, Any] | None:
         """See `Coordination.evaluate`. Only the chief evaluates; the others wait for its logs."""

@@ -88,8 +88,8 @@ class RemoteModel:
         if self._engine is None:
             self._engine = make_engine(model, self.merge)
         engine = self._engine
-        self._sample = source.peek(restart=engine.builds_from_a_batch).data
-        engine.expect(source.structure)
+        self._sample = source.peek(restart=engine.needs_batch_to_build).data
+        engine.set_batch_structure(source.structure)
         engine.build(self._sample)
         self._probes.run(engine, self._sample, source.structure, ["train_step"])
         if worker.workers > 1 and not worker.rules.is_lockstep:

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from phalanx.engines.updater import check_optimizer, clipped, clips_by_norm
+from phalanx.engines.updater import check_optimizer, clip_gradients, clips_by_norm
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.copies.object_config import config_json_of
 from phalanx.keras_compat.global_batch.global_gradients import refuse_overwritten
@@ -84,7 +84,12 @@ class RemoteVariables:
         self._shards = shards = place_shards(described, self._client.num_servers, worker.partitioner)
         in_pieces = len(shards) > len(described)
         whole = self._client.num_servers == 1 and not in_pieces
-        check_optimizer(optimizer, cut=in_pieces, whole=whole, late=bool(worker.rules.replicas_to_aggregate))
+        check_optimizer(
+            optimizer,
+            is_sharded=in_pieces,
+            is_on_one_server=whole,
+            is_partial=bool(worker.rules.replicas_to_aggregate),
+        )
         refuse_overwritten(self.variables, "a parameter server")
         if in_pieces and any(v.constraint is not None for v in self.variables):
             raise UnsupportedError(
@@ -94,7 +99,7 @@ class RemoteVariables:
         self.slots = slots_of_model(optimizer, self.variables)
         self._placed = PlacedVariables(described, shards, self._client.num_servers)
         # If no server sees all gradients, workers clip them.
-        self._clip = None if whole or not clips_by_norm(optimizer) else partial(clipped, optimizer)
+        self._clip = None if whole or not clips_by_norm(optimizer) else partial(clip_gradients, optimizer)
 
     def begin(self, fit: int, first_epoch: int = 0, tables: tuple[int, ...] = ()) -> int | None:
         """Agree with the servers on the variables to train.

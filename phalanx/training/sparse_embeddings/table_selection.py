@@ -12,7 +12,7 @@ import keras
 import numpy as np
 from keras import tree
 
-from phalanx.engines.updater import why_not_by_rows
+from phalanx.engines.updater import row_update_obstacle
 from phalanx.keras_compat.keras_internals import Functional
 from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot
 from phalanx.parameter_server.table_rows import ROW_NUMBER_DTYPE
@@ -75,7 +75,7 @@ def find_tables(model: Any, slots: Sequence[OptimizerSlot]) -> list[EmbeddingTab
             inputs = () if graph is None else _inputs_of(layer, graph)
             problem = (
                 _problem_of_layer(layer, variable)
-                or why_not_by_rows(model.optimizer, slots, number, variable.shape)
+                or row_update_obstacle(model.optimizer, slots, number, variable.shape)
                 or problem_of_model
                 or _problem_of_graph(layer, variable, inputs, graph, model)
             )

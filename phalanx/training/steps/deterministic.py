@@ -47,7 +47,7 @@ class DeterministicStepper(ReplicaStepper):
             self._engine.train(micro.data, micro.share)
 
         # Of the whole batch, not of a micro-batch: Keras traces its step for the whole batch.
-        self._merge.expect(batch.global_size, batch.fixed_size)
+        self._merge.set_batch_size(batch.global_size, batch.fixed_size)
         with self._randomness.step():
             self._sums.run(batch, compute)
 

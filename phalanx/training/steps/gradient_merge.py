@@ -19,7 +19,7 @@ from phalanx.collectives.communicator import ReduceOp
 from phalanx.compression import CompressedReducer, Compression
 from phalanx.compression.base_compression import State, strip_prefix
 from phalanx.engines.engine import Gather, GradientRows, Merge
-from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout, absent
+from phalanx.engines.step_layout import EXTREMES, MergeWeight, StepLayout, neutral_value
 from phalanx.errors import UnsupportedError
 from phalanx.monitoring import timeline
 from phalanx.runtime import progress
@@ -108,8 +108,8 @@ class StepMerge(Merge):
 
     def __init__(self, replica: Replica, compression: Compression | None = None) -> None:
         self._replica = replica
-        self.repeats = replica.elastic is not None
-        self.in_micro_batches = self.once_per_step = replica.micro_batches is not None
+        self.repeats_steps = replica.elastic is not None
+        self.uses_micro_batches = self.once_per_step = replica.micro_batches is not None
         self._reducer = None if compression is None else CompressedReducer(compression)
         self._accumulated = _Accumulated(GradientAccumulator(), GradientAccumulator())
         # Set by the stepper for the duration of one step. Only the thread that trains merges.
@@ -125,7 +125,7 @@ class StepMerge(Merge):
         self.micro_batches: MicroBatchMerge | None = None
 
     @property
-    def separate(self) -> bool:
+    def is_unfused(self) -> bool:
         return self.accumulates or self.compresses or self.overflow is not None
 
     @property
@@ -157,7 +157,7 @@ class StepMerge(Merge):
             return flats
         if not share:
             # The placeholder's values may be NaN, which a scale of 0 does not remove.
-            arrays = [absent(array, weight) for array, weight in zip(arrays, layout.weights, strict=True)]
+            arrays = [neutral_value(array, weight) for array, weight in zip(arrays, layout.weights, strict=True)]
         progress.enter("all_reduce")
         timeline.current.enter("merge")
         accumulates = self._mode in (MergeMode.ACCUMULATE, MergeMode.ACCUMULATE_GRADIENTS)
@@ -205,24 +205,24 @@ class StepMerge(Merge):
         zero = [np.zeros(1, np.float32)]
         self._all_reduce(zero, (1.0,), [np.empty_like(zero[0])])
 
-    def total(self, own: Array, share: float) -> Array:
+    def all_reduce(self, local: Array, share: float) -> Array:
         if self.micro_batches is not None:
-            return self.micro_batches.total(own)
+            return self.micro_batches.all_reduce(local)
         if self._mode is MergeMode.LOCAL:
-            return own / np.float32(share)  # as if all other ranks had the same total per sample
-        return self._replica.all_reduce([own if share else np.zeros_like(own)])[0]
+            return local / np.float32(share)  # as if all other ranks had the same total per sample
+        return self._replica.all_reduce([local if share else np.zeros_like(local)])[0]
 
-    def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
-        if self.in_micro_batches:
+    def all_gather(self, local: Array, share: float) -> tuple[Array, int]:
+        if self.uses_micro_batches:
             raise UnsupportedError(
                 "CommunicationOptions(deterministic=True): a loss over the global batch (OverGlobalBatch, Dice, ...) "
                 "needs the predictions of all micro-batches at once, and they are computed one after the other. Use a "
                 "loss with one value for each sample, or leave out deterministic=True."
             )
         if self._mode is MergeMode.LOCAL:
-            return own, 0
+            return local, 0
         progress.enter("all_gather")
-        parts = self._replica.communicator.all_gather(own if share else own[:0])
+        parts = self._replica.communicator.all_gather(local if share else local[:0])
         return np.concatenate(parts), sum(len(part) for part in parts[: self._replica.rank])
 
     def merge_accumulated(self, variables: Sequence[Any]) -> list[Array | None]:
@@ -353,11 +353,11 @@ def _gather_rows(replica: Replica, rows: Sequence[GradientRows], share: float) -
     timeline.current.enter("merge")
     all_gather = replica.communicator.all_gather
     found = []
-    for numbers, gradients, of_any_batch in rows:
+    for numbers, gradients, is_batch_independent in rows:
         own = len(numbers) if share else 0  # a placeholder batch counts nowhere
         weighted = gradients[:own] * gradients.dtype.type(share)
         numbers_of, weighted_of = all_gather(numbers[:own]), all_gather(weighted)
-        found.append(join_rows(numbers_of, weighted_of, of_any_batch=of_any_batch))
+        found.append(join_rows(numbers_of, weighted_of, is_batch_independent=is_batch_independent))
     return found
 
 

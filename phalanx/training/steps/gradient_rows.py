@@ -12,9 +12,11 @@ from phalanx.engines.engine import GradientRows
 Array = np.ndarray[Any, Any]
 
 
-def join_rows(numbers_of: Sequence[Array], gradients_of: Sequence[Array], *, of_any_batch: bool) -> GradientRows:
+def join_rows(
+    numbers_of: Sequence[Array], gradients_of: Sequence[Array], *, is_batch_independent: bool
+) -> GradientRows:
     """Join the rows of a batch's parts to those of the whole batch; see `Merge.gather`."""
-    summed = _sum_rows(numbers_of, gradients_of) if of_any_batch else None
+    summed = _sum_rows(numbers_of, gradients_of) if is_batch_independent else None
     return summed or GradientRows(np.concatenate(numbers_of), np.concatenate(gradients_of))
 
 

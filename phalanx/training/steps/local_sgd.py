@@ -112,7 +112,7 @@ class LocalSGDStepper(ReplicaStepper):
     def train(self, batch: JointBatch, *, last: bool | None = None) -> None:
         """See `Stepper.train`."""
         if batch.size:
-            self._merge.expect(batch.global_size, batch.fixed_size)
+            self._merge.set_batch_size(batch.global_size, batch.fixed_size)
             with self._merge.in_mode(MergeMode.LOCAL):
                 self._engine.train(batch.data, batch.share)
         elif self._iterations is not None:  # schedules advance, as on the other ranks

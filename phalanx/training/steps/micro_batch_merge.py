@@ -82,13 +82,13 @@ class MicroBatchMerge:
             with contextlib.suppress(UpdateDeferred):
                 compute(micro)
 
-    def total(self, own: Array) -> Array:
-        """See `Merge.total`."""
+    def all_reduce(self, local: Array) -> Array:
+        """See `Merge.all_reduce`."""
         contributed = self._contributed[-1]
-        contributed.append(np.array(own).reshape(-1))
+        contributed.append(np.array(local).reshape(-1))
         if len(contributed) > len(self._totals):
-            return own  # an arbitrary value: the step will be computed again
-        return self._totals[len(contributed) - 1].reshape(own.shape)
+            return local  # an arbitrary value: the step will be computed again
+        return self._totals[len(contributed) - 1].reshape(local.shape)
 
     def gather(self, rows: Sequence[GradientRows]) -> list[GradientRows]:
         """See `Merge.gather`."""
@@ -193,7 +193,7 @@ class MicroBatchMerge:
                 (like.gradients[:0], [rows.gradients for rows in own]),
             )
         ]
-        return join_rows(*parts, of_any_batch=like.of_any_batch)
+        return join_rows(*parts, is_batch_independent=like.is_batch_independent)
 
 
 def _weighted(layout: StepLayout, arrays: Sequence[Array], micro: MicroBatch) -> list[Array]:

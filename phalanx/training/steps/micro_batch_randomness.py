@@ -7,7 +7,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from phalanx.engines.engine import Engine
-from phalanx.engines.random_state import differ, draw_next_numbers, draw_own_numbers, random_state, set_random_state
+from phalanx.engines.random_state import (
+    advance_shared_state,
+    random_state,
+    seed_from_rank,
+    set_random_state,
+    states_differ,
+)
 from phalanx.training.state_sync import seed_generators, shifted_seed
 
 
@@ -36,8 +42,8 @@ class MicroBatchRandomness:
             # Word 0 of a Keras seed is the seed, which `shifted_seed` changes; the others count draws. All
             # micro-batches draw equally often, so the last one's count applies to all.
             old[1:] = new[1:]  # how often a micro-batch has drawn
-        if differ(self._entered, random_state()):
-            draw_next_numbers(self._process_state)
+        if states_differ(self._entered, random_state()):
+            advance_shared_state(self._process_state)
             self._process_state = random_state()
         self._restore()
 
@@ -49,7 +55,7 @@ class MicroBatchRandomness:
             shifted = [shifted_seed(seed, number) for seed in self._before]
             self._engine.write(list(zip(self._seeds, shifted, strict=True)))
         # Plus 1, because 0 means the chief, for which this does nothing.
-        draw_own_numbers(self._process_state, number + 1)
+        seed_from_rank(self._process_state, number + 1)
         self._entered = random_state()
 
     def _read(self) -> list[Any]:

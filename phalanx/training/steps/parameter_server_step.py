@@ -58,7 +58,7 @@ class ParameterServerMerge(Merge):
         tickets: This worker's view of the schedule.
     """
 
-    updates = separate = once_per_step = True
+    updates_weights = is_unfused = once_per_step = True
 
     def __init__(self, worker: ParameterServerWorker) -> None:
         self._worker = worker
@@ -193,11 +193,11 @@ class ParameterServerMerge(Merge):
                 f"variables before, or call fit() again."
             )
 
-    def total(self, own: Array, share: float) -> Array:
-        layout = StepLayout.of([own], [MergeWeight.ONE])
-        return np.array(layout.cut(self(layout, [own], share))[0])
+    def all_reduce(self, local: Array, share: float) -> Array:
+        layout = StepLayout.of([local], [MergeWeight.ONE])
+        return np.array(layout.cut(self(layout, [local], share))[0])
 
-    def all_gather(self, own: Array, share: float) -> tuple[Array, int]:
+    def all_gather(self, local: Array, share: float) -> tuple[Array, int]:
         raise UnsupportedError(
             "A loss or layer needs the samples of all workers in every step, and workers of parameter servers send "
             "each other nothing. Use MultiWorkerMirroredStrategy."

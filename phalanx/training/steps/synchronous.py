@@ -45,7 +45,7 @@ class SynchronousStepper(ReplicaStepper):
         if self._scale is not None and self._merge.compresses:
             # The scale of this step: residuals of earlier gradients can be added to these only in the same unit.
             self._merge.loss_scale = float(self._engine.read([self._scale])[0])
-        self._merge.expect(batch.global_size, batch.fixed_size)
+        self._merge.set_batch_size(batch.global_size, batch.fixed_size)
         with self._merge.in_mode(self._mode(last)):
             self._engine.train(batch.data, batch.share)
         if not self._engine.merges and self._replica.notice is not None:  # one program, in a `fit` that saves itself

@@ -28,7 +28,7 @@ class CompiledStep:
         jit: Compiles a function; see `ModelCompiler.jit`.
         merge: Communicates with the other ranks.
         donate: Indices of the arguments that `function` may overwrite.
-        leave: Shardings of the results; None: they stay on the device.
+        out_shardings: Shardings of the results; None: they stay on the device.
     """
 
     def __init__(
@@ -37,22 +37,22 @@ class CompiledStep:
         jit: Callable[..., Callable[..., Any]],
         merge: Merge,
         donate: tuple[int, ...] = (),
-        leave: Any = None,
+        out_shardings: Any = None,
     ) -> None:
         self._function = function
         self._jit = jit
-        self._leave = leave
+        self._out_shardings = out_shardings
         self._collectives = MergeCollectives(merge, JaxTensors().call)
         # Plus 1: the share comes before the arguments.
-        self._run = jit(self._trace, tuple(1 + number for number in donate), leave)
+        self._run = jit(self._trace, tuple(1 + number for number in donate), out_shardings)
         # Whether a trace has requested the other ranks. Never reset: such a step is not tried as one function again.
         self._is_split = False
         # By kind of trace, and with gathered rows by the global number of samples, on which shapes depend.
         self._pieces: dict[tuple[Any, ...], SplitStep] = {}
         # Written by the thread that compiles ahead, read by the one that trains. Dictionary assignment needs no lock.
-        self._prepared: dict[tuple[Any, ...], Callable[..., Any]] = {}
+        self._compiled_ahead: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
-    def prepare(self, share: float, *arguments: Any) -> Callable[[], None] | None:
+    def compile_ahead(self, share: float, *arguments: Any) -> Callable[[], None] | None:
         """Trace the step for arguments like these, and return its compilation, which any thread may do.
 
         Returns: None if there is nothing to compile, or if it is compiled in pieces.
@@ -67,15 +67,15 @@ class CompiledStep:
         key = kind_of_trace(arguments)
 
         def compile_it() -> None:
-            self._prepared[key] = lowered.compile()
+            self._compiled_ahead[key] = lowered.compile()
 
         return compile_it
 
     def __call__(self, share: float, *arguments: Any) -> Any:
         self._collectives.share = share
         share_of_step = np.float32(share)
-        if self._prepared and (prepared := self._prepared.get(kind_of_trace(arguments))):
-            return prepared(share_of_step, *arguments)
+        if self._compiled_ahead and (compiled := self._compiled_ahead.get(kind_of_trace(arguments))):
+            return compiled(share_of_step, *arguments)
         if not self._is_split:
             try:
                 return self._run(share_of_step, *arguments)
@@ -90,7 +90,9 @@ class CompiledStep:
             key = (*key, everyone)
         pieces = self._pieces.get(key)
         if pieces is None:
-            pieces = self._pieces[key] = SplitStep(self._trace, (share_of_step, *arguments), self._jit, self._leave)
+            pieces = self._pieces[key] = SplitStep(
+                self._trace, (share_of_step, *arguments), self._jit, self._out_shardings
+            )
         return pieces(share_of_step, *arguments)
 
     def _trace(self, share: Any, *arguments: Any) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 PINNED = "pinned_host"
-SAME_ON_ALL: dict[str, Any] = {"xla_gpu_deterministic_ops": True}
+DETERMINISTIC_OPTIONS: dict[str, Any] = {"xla_gpu_deterministic_ops": True}
 """Compiler options for what all ranks must compute identically to the last bit. Without them, each rank's compiler
 chooses the kernels that it measures as fastest, and their sums differ (seen with a norm of all gradients)."""
 
@@ -28,7 +28,7 @@ def pinned_memory() -> SingleDeviceSharding | None:
     return SingleDeviceSharding(device, memory_kind=PINNED)
 
 
-def wide_vectors() -> dict[str, Any] | None:
+def wide_vector_options() -> dict[str, Any] | None:
     """Return compiler options for an optimizer update that one process makes for all; None if JAX does not use a CPU.
 
     By default, XLA uses half the width of a CPU's widest vector instructions, because of their heat. With the full

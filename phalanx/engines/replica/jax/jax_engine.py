@@ -76,7 +76,7 @@ class JaxEngine(ReplicaEngine):
         self._tests.clear()
 
     def _first_half(self, data: Batch, variables: int) -> _FirstHalf:
-        kind = batch_kind(data, self._batches.form, self._merge.global_size, variables)
+        kind = batch_kind(data, self._batches.structure, self._merge.global_size, variables)
         found = self._first_halves.get(kind)
         if found is None:
             # The original hyperparameters, not the current ones: Keras keeps those it compiled for this batch size.
@@ -89,21 +89,21 @@ class JaxEngine(ReplicaEngine):
         return found
 
     def _update(self) -> CompiledUpdate:
-        found = self._updates.get(self._batches.form)
+        found = self._updates.get(self._batches.structure)
         if found is None:
-            found = self._updates[self._batches.form] = CompiledUpdate(self._model)
+            found = self._updates[self._batches.structure] = CompiledUpdate(self._model)
         return found
 
     def _test(self, data: Batch, variables: int) -> CompiledStep:
-        kind = batch_kind(data, self._batches.form, self._merge.global_size, variables)
+        kind = batch_kind(data, self._batches.structure, self._merge.global_size, variables)
         found = self._tests.get(kind)
         if found is None:
             functions = self._functions(Hyperparameters([]))
             found = self._tests[kind] = CompiledStep(functions.test, self._compiler.jit, self._merge, donate=(2,))
         return found
 
-    def _prediction(self, data: Batch, form: ElementStructure, variables: int) -> Callable[..., Any]:
-        kind = batch_kind(data, form, self._merge.global_size, variables)
+    def _prediction(self, data: Batch, structure: ElementStructure, variables: int) -> Callable[..., Any]:
+        kind = batch_kind(data, structure, self._merge.global_size, variables)
         found = self._predictions.get(kind)
         if found is None:
             found = self._predictions[kind] = self._compiler.jit(self._model.predict_step)
@@ -116,7 +116,7 @@ class JaxEngine(ReplicaEngine):
 
     def build(self, data: Batch) -> None:
         self._model._symbolic_build(data_batch=self._batches.for_keras(map_leaves(_in_jax_dtype, data)))
-        self._note_variables()
+        self._set_variables()
 
     def train(self, data: Batch, share: float) -> None:
         trainable, non_trainable, optimizer, metrics = self._arguments.get(with_optimizer=True)
@@ -126,25 +126,25 @@ class JaxEngine(ReplicaEngine):
         local = step(share, *arguments)
         if isinstance(local, AppliedResults):
             trainable, optimizer = local.trainable, local.optimizer
-        packing = self._packing = functions.packing_of(*arguments)
+        packing = self._packing = functions.find_packing(*arguments)
         # `np.asarray` waits for the gradients. On CPUs it is a view of JAX's memory, which the merge only reads.
-        flats = self._merge(packing.travelling, [np.asarray(array) for array in local.merged], share)
+        flats = self._merge(packing.packed_layout, [np.asarray(array) for array in local.merged], share)
         # Large arrays are sent to a device one by one, in parallel.
-        merged = flats if self._compiler.pinned is None else packing.travelling.cut(flats)
+        merged = flats if self._compiler.pinned is None else packing.packed_layout.cut(flats)
         update = self._update().choose(functions, packing, flats)
         # If servers make the update, the optimizer's variables do not change here, and are not passed.
-        moved = [] if self._merge.updates else optimizer
+        moved = [] if self._merge.updates_weights else optimizer
         trainable, updated, metrics, state, self._logs = update(trainable, moved, metrics, merged)
-        optimizer = optimizer if self._merge.updates else updated
+        optimizer = optimizer if self._merge.updates_weights else updated
         # The merged floating layer state, and what each rank keeps to itself (seeds).
         for index, value in [*zip(packing.state, state, strict=True), *local.private.items()]:
             non_trainable[index] = value
         self._arguments.keep(trainable, non_trainable, optimizer, metrics)
 
-    def warm(self, data: Batch, share: float) -> Callable[[], None] | None:
+    def compile_ahead(self, data: Batch, share: float) -> Callable[[], None] | None:
         trainable, non_trainable, optimizer, metrics = self._arguments.get(with_optimizer=True)
         step = self._first_half(data, len(trainable) + len(optimizer)).local
-        return step.prepare(share, trainable, non_trainable, optimizer, metrics, data)
+        return step.compile_ahead(share, trainable, non_trainable, optimizer, metrics, data)
 
     def test(self, data: Batch, share: float) -> None:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
@@ -161,12 +161,12 @@ class JaxEngine(ReplicaEngine):
     def logs(self) -> Mapping[str, Any]:
         return self._logs
 
-    def _own_logs(self) -> Mapping[str, Any]:
+    def _custom_logs(self) -> Mapping[str, Any]:
         flat, packing = model_state.flat_logs(self._logs), self._packing
         return {name: flat[name] for name in (() if packing is None else packing.logs)}
 
-    def _reading_metrics(self) -> AbstractContextManager[Any]:
-        if self.in_variables:
+    def _metric_read_scope(self) -> AbstractContextManager[Any]:
+        if self.variables_are_current:
             return nullcontext()
         *_, metrics = self._arguments.get(with_optimizer=False)
         scope: AbstractContextManager[Any] = keras.StatelessScope(
@@ -174,11 +174,11 @@ class JaxEngine(ReplicaEngine):
         )
         return scope
 
-    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
+    def predict(self, data: Batch, structure: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
         trainable, non_trainable, _, metrics = self._arguments.get(with_optimizer=False)
-        step = self._prediction(data, form, len(trainable))
+        step = self._prediction(data, structure, len(trainable))
         with StepScope(PREDICTION):
-            outputs, non_trainable = step((trainable, non_trainable), self._batches.pack(data, form))
+            outputs, non_trainable = step((trainable, non_trainable), self._batches.pack(data, structure))
         self._arguments.keep(trainable, list(non_trainable), None, metrics)
         return tree.map_structure(np.asarray, outputs)
 

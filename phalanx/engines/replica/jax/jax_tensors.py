@@ -24,7 +24,7 @@ class JaxTensors(Tensors):
         # `stateless_apply` runs inside compiled functions, which cannot wait for others: the caller has merged.
         return not in_stateless_scope()
 
-    def are_of_own_samples(self, gradients: Sequence[Any], weights: Sequence[Any]) -> bool:
+    def are_unmerged(self, gradients: Sequence[Any], weights: Sequence[Any]) -> bool:
         # A trace cannot merge. Merged gradients enter it as arguments. Anything that it computes from the weights comes
         # from the samples of this replica.
         names = {_name(weight) for weight in weights if isinstance(weight, jax.core.Tracer)} - {None}

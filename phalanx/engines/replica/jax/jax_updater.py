@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx.engines.replica.jax.host_memory import wide_vectors
+from phalanx.engines.replica.jax.host_memory import wide_vector_options
 from phalanx.engines.updater import BackendUpdater
 
 Values = list[Any]
@@ -18,13 +18,13 @@ Values = list[Any]
 class JaxUpdater(BackendUpdater):
     """See `phalanx.engines.updater.Updater`."""
 
-    lends = True
+    shares_buffers = True
 
     def _prepare(self) -> None:
         self._values: Values = [variable.value for variable in self.variables]
         self._state: Values = [variable.value for variable in self.optimizer.variables]
         # JAX copies values that are still referenced elsewhere, and does not overwrite them.
-        self._step = jax.jit(self._trace_step, donate_argnums=(0, 2), compiler_options=wide_vectors())
+        self._step = jax.jit(self._trace_step, donate_argnums=(0, 2), compiler_options=wide_vector_options())
 
     def _trace_step(self, state: Values, gradients: Values, values: Values) -> tuple[Values, Values]:
         # The state comes first: JAX gives a donated buffer to the first result of its shape, and XLA copies what would

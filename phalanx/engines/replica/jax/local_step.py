@@ -26,9 +26,9 @@ class LocalStep:
         # A step that is not compiled may affect the program, so it must not be tried.
         is_eager = not compiler.compiles and model_state.overrides(model, "train_step")
         self._applies = is_eager and not self._once
-        jit, to_host = compiler.jit, compiler.first_part_to_host
-        self._gradients = CompiledStep(functions.gradients, jit, merge, leave=to_host(LocalResults))
-        self._applied = CompiledStep(functions.applied, jit, merge, leave=to_host(AppliedResults))
+        jit, to_host = compiler.jit, compiler.first_result_to_host
+        self._gradients = CompiledStep(functions.compute_gradients, jit, merge, out_shardings=to_host(LocalResults))
+        self._applied = CompiledStep(functions.compute_and_apply, jit, merge, out_shardings=to_host(AppliedResults))
 
     def __call__(self, share: float, *arguments: Any) -> LocalResults | AppliedResults:
         if not self._applies:
@@ -43,6 +43,6 @@ class LocalStep:
         applied: AppliedResults = self._applied(share, *arguments)
         return applied
 
-    def prepare(self, share: float, *arguments: Any) -> Callable[[], None] | None:
-        """See `CompiledStep.prepare`."""
-        return None if self._applies else self._gradients.prepare(share, *arguments)
+    def compile_ahead(self, share: float, *arguments: Any) -> Callable[[], None] | None:
+        """See `CompiledStep.compile_ahead`."""
+        return None if self._applies else self._gradients.compile_ahead(share, *arguments)

@@ -45,7 +45,7 @@ class ModelArguments(ModelValues):
         self._places: dict[int, tuple[int, int]] = {}
 
     @property
-    def in_variables(self) -> bool:
+    def variables_are_current(self) -> bool:
         return bool(self._model._jax_state_synced)
 
     def begin(self) -> None:
@@ -97,13 +97,13 @@ class ModelArguments(ModelValues):
         set_untracked(self._model, _jax_state=state, _jax_state_synced=False)
 
     def read(self, variables: Sequence[Any]) -> list[Array]:
-        if self.in_variables:
+        if self.variables_are_current:
             return [self._fetch(variable.value) for variable in variables]
         lists = self._lists()
         return [self._fetch(lists[kind][index]) for kind, index in map(self._place, variables)]
 
     def write(self, variables: Sequence[Any], values: Sequence[Array]) -> None:
-        if self.in_variables:
+        if self.variables_are_current:
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
             return

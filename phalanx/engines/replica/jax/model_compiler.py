@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from phalanx.engines.replica.jax.host_memory import SAME_ON_ALL, pinned_memory
+from phalanx.engines.replica.jax.host_memory import DETERMINISTIC_OPTIONS, pinned_memory
 
 
 class ModelCompiler:
@@ -24,15 +24,15 @@ class ModelCompiler:
         self.pinned = pinned_memory()
 
     @property
-    def same_on_all(self) -> dict[str, Any] | None:
+    def deterministic_options(self) -> dict[str, Any] | None:
         """Compiler options for what all ranks must compute identically to the last bit."""
-        return None if self.pinned is None else SAME_ON_ALL
+        return None if self.pinned is None else DETERMINISTIC_OPTIONS
 
     def jit(
         self,
         function: Callable[..., Any],
         donate: tuple[int, ...] = (),
-        leave: Any = None,
+        out_shardings: Any = None,
         options: dict[str, Any] | None = None,
     ) -> Callable[..., Any]:
         """Compile a function.
@@ -40,19 +40,19 @@ class ModelCompiler:
         Args:
             function: The function to compile.
             donate: Indices of the arguments that it may overwrite.
-            leave: Shardings of the results; None: they stay on the device.
+            out_shardings: Shardings of the results; None: they stay on the device.
             options: Compiler options.
         """
         if not self.compiles:
             return function
 
         compiled: Callable[..., Any] = jax.jit(
-            without_traces(function), donate_argnums=donate, out_shardings=leave, compiler_options=options
+            without_traces(function), donate_argnums=donate, out_shardings=out_shardings, compiler_options=options
         )
         return compiled
 
-    def first_part_to_host(self, kind: Any) -> Any:
-        """Return `leave` for a function that returns a named tuple of this kind, whose first part goes to the host."""
+    def first_result_to_host(self, kind: Any) -> Any:
+        """Return the `out_shardings` of a function that returns such a named tuple, the first part on the host."""
         return None if self.pinned is None else kind(self.pinned, *[None] * (len(kind._fields) - 1))
 
 

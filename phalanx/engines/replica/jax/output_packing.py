@@ -23,7 +23,7 @@ class OutputPacking:
 
     Attributes:
         layout: Layout of everything that is merged: gradients, state, metrics, logs.
-        bundles: Indices in `layout`, in the order in which they are sent (`step_layout.bundles`).
+        groups: Indices in `layout`, in the order in which they are sent (`step_layout.group_small_arrays`).
         gradients: Number of gradients.
         state: Indices of the floating non-trainable variables that the step changed.
         metrics: Rule of each metric variable.
@@ -31,7 +31,7 @@ class OutputPacking:
     """
 
     layout: StepLayout
-    bundles: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
     gradients: int
     state: tuple[int, ...]
     metrics: tuple[MetricRule, ...]
@@ -39,40 +39,40 @@ class OutputPacking:
 
     @cached_property
     def _order(self) -> tuple[int, ...]:
-        return tuple(index for bundle in self.bundles for index in bundle)
+        return tuple(index for group in self.groups for index in group)
 
     @cached_property
     def _contents(self) -> StepLayout:
-        return self.layout.chosen(self._order)
+        return self.layout.select(self._order)
 
     def join(self, values: Values) -> Values:
         """Join everything that is merged into the few arrays that are sent."""
         return [
-            values[bundle[0]] if len(bundle) == 1 else jnp.concatenate([jnp.ravel(values[index]) for index in bundle])
-            for bundle in self.bundles
+            values[group[0]] if len(group) == 1 else jnp.concatenate([jnp.ravel(values[index]) for index in group])
+            for group in self.groups
         ]
 
     @cached_property
-    def travelling(self) -> StepLayout:
+    def packed_layout(self) -> StepLayout:
         """The layout of the result of `join`."""
         layout = self.layout
-        parts = [layout.chosen(bundle) for bundle in self.bundles]
+        parts = [layout.select(group) for group in self.groups]
         return StepLayout(
             tuple(part.shapes[0] if len(part.shapes) == 1 else (sum(map(math.prod, part.shapes)),) for part in parts),
             tuple(part.dtypes[0] for part in parts),
             tuple(part.weights[0] for part in parts),
-            layout.owners if len(parts) == len(layout.shapes) else (),  # a bundle belongs to several variables
+            layout.owners if len(parts) == len(layout.shapes) else (),  # a group belongs to several variables
         )
 
     def read(self, flats: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
         """Read gradients, state, metrics and logs from the merged flat buffers."""
         return self._sorted(self._contents.cut(flats))
 
-    def read_travelled(self, arrays: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
+    def read_packed(self, arrays: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
         """Read the same from arrays like those that `join` returns."""
         pieces: list[Any] = []
-        for bundle, array in zip(self.bundles, arrays, strict=True):
-            pieces += self.layout.chosen(bundle).cut([jnp.ravel(array)])
+        for group, array in zip(self.groups, arrays, strict=True):
+            pieces += self.layout.select(group).cut([jnp.ravel(array)])
         return self._sorted(pieces)
 
     def _sorted(self, pieces: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:

@@ -79,12 +79,12 @@ def host_call(
     like = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
 
     @jax.custom_vjp  # type: ignore[untyped-decorator]
-    def there(*values: Any) -> list[Any]:
+    def forward_call(*values: Any) -> list[Any]:
         bound: list[Any] = _host_call.bind(*values, function=function, results=tuple(results))
         return bound
 
     def forward(*values: Any) -> tuple[list[Any], None]:
-        return there(*values), None
+        return forward_call(*values), None
 
     def backward(_: None, flowing: list[Any]) -> tuple[Any, ...]:
         assert gradient is not None
@@ -93,10 +93,10 @@ def host_call(
         )
         return tuple(back)
 
-    there.defvjp(forward, backward)
+    forward_call.defvjp(forward, backward)
     if gradient is None:
         tensors = [jax.lax.stop_gradient(tensor) for tensor in tensors]
-    found: list[Any] = there(*tensors)
+    found: list[Any] = forward_call(*tensors)
     return found
 
 
@@ -129,21 +129,21 @@ class SplitStep:
         function: The function to trace.
         arguments: Example arguments.
         jit: Compiles a function; see `ModelCompiler.jit`.
-        leave: Shardings of the results; None: they stay on the device.
+        out_shardings: Shardings of the results; None: they stay on the device.
     """
 
-    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], jit: Jit, leave: Any) -> None:
-        def again(*arguments: Any) -> Any:  # JAX caches traces by function, and may have traced this one before
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any], jit: Jit, out_shardings: Any) -> None:
+        def retraced(*arguments: Any) -> Any:  # JAX caches traces by function, and may have traced this one before
             return function(*arguments)
 
         # `_equations` and `_values` (the next free number) are only needed for construction. Each value of the flat
         # trace has a number, arguments first.
-        closed, shape = jax.make_jaxpr(again, return_shape=True)(*arguments)
+        closed, shape = jax.make_jaxpr(retraced, return_shape=True)(*arguments)
         self._equations: list[_Equation] = []
         self._values = len(closed.jaxpr.invars)
         results = self._inline(closed.jaxpr, closed.consts, list(range(self._values)))
         tree = jax.tree.structure(shape)
-        self._last_leave = leave
+        self._last_out_shardings = out_shardings
         self._pieces = self._cut(results, tree, jit)
         del self._equations
 
@@ -171,13 +171,13 @@ class SplitStep:
 
         for equation in jaxpr.eqns:
             own = [read(atom) for atom in equation.invars]
-            calls = [part for part in _parts(equation) if _has_host_calls(part)]
+            calls = [part for part in _inner_jaxprs(equation) if _has_host_calls(part)]
             if not calls:
                 outputs = list(range(self._values, self._values + len(equation.outvars)))
                 self._values += len(outputs)
                 self._equations.append(_Equation(equation, jaxpr, own, outputs))
             elif equation.primitive.name in INLINED:
-                outputs = self._inline(*_open(calls[0]), own)
+                outputs = self._inline(*_open_jaxpr(calls[0]), own)
             else:
                 raise UnsupportedError(
                     f"A layer or loss needs the values of the other replicas inside a transformation of JAX "
@@ -245,7 +245,7 @@ class SplitStep:
             outputs = sorted(made & wanted)
             run = _evaluator(body, inputs, results, tree) if is_last else _evaluator(body, inputs, outputs, None)
             # No input is donated: a value may be an input of several pieces.
-            compiled = jit(run, (), self._last_leave if is_last else None)
+            compiled = jit(run, (), self._last_out_shardings if is_last else None)
             pieces.append(_Piece(compiled, inputs, outputs, after))
             used_later |= set(inputs) | _numbers(*[call.inputs for call in after])
         return pieces[::-1]
@@ -258,7 +258,7 @@ def _evaluator(
 
     def run(*arguments: Any) -> Any:
         values: dict[int, Any] = dict(zip(inputs, arguments, strict=True))
-        for compute, own, numbers in [(_alone(each), each.inputs, each.outputs) for each in body]:
+        for compute, own, numbers in [(_single_equation_function(each), each.inputs, each.outputs) for each in body]:
             values.update(zip(numbers, compute(*[_value(values, each) for each in own]), strict=True))
         found = [_value(values, each) for each in outputs]
         return found if tree is None else jax.tree.unflatten(tree, found)
@@ -266,7 +266,7 @@ def _evaluator(
     return run
 
 
-def _alone(one: _Equation) -> Callable[..., Any]:
+def _single_equation_function(one: _Equation) -> Callable[..., Any]:
     """Return a function that computes one equation."""
     equation = one.equation
     names = [atom for atom in equation.invars if not isinstance(atom, jex.Literal)]
@@ -291,7 +291,7 @@ def _numbers(*lists: Sequence[Any]) -> set[int]:
     return {each for one in lists for each in one if isinstance(each, int)}
 
 
-def _parts(equation: Any) -> list[Any]:
+def _inner_jaxprs(equation: Any) -> list[Any]:
     """Return the traces inside an equation."""
     found = []
     for value in equation.params.values():
@@ -301,12 +301,12 @@ def _parts(equation: Any) -> list[Any]:
     return found
 
 
-def _open(part: Any) -> tuple[Any, Sequence[Any]]:
+def _open_jaxpr(part: Any) -> tuple[Any, Sequence[Any]]:
     return (part.jaxpr, part.consts) if isinstance(part, jex.ClosedJaxpr) else (part, ())
 
 
 def _has_host_calls(part: Any) -> bool:
     return any(
-        equation.primitive is _host_call or any(map(_has_host_calls, _parts(equation)))
-        for equation in _open(part)[0].eqns
+        equation.primitive is _host_call or any(map(_has_host_calls, _inner_jaxprs(equation)))
+        for equation in _open_jaxpr(part)[0].eqns
     )

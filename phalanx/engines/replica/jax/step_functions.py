@@ -24,14 +24,21 @@ from phalanx.engines.replica.hyperparameters import Hyperparameters
 from phalanx.engines.replica.jax.compiled_step import kind_of_trace
 from phalanx.engines.replica.jax.model_compiler import ModelCompiler
 from phalanx.engines.replica.jax.output_packing import OutputPacking
-from phalanx.engines.step_layout import SMALL, SMALL_ON_THE_BUS, MergeWeight, StepLayout, bundles, gradient_weights
+from phalanx.engines.step_layout import (
+    SMALL,
+    SMALL_ON_GPU,
+    MergeWeight,
+    StepLayout,
+    gradient_weights,
+    group_small_arrays,
+)
 from phalanx.keras_compat import model_state
 from phalanx.keras_compat.global_batch import step_collectives
 from phalanx.keras_compat.observation.jax_gradient_probe import (
     check_updates,
+    gradients_of_only_call,
     merging_stateless_applies,
-    only_call,
-    probe,
+    recorded_applies,
 )
 from phalanx.keras_compat.observation.log_origins import FindOrigins, LogOrigins
 
@@ -106,74 +113,76 @@ class StepFunctions:
         # By kind of trace: a custom step may log or change more for one kind of batch than for another.
         self._packings: dict[Hashable, OutputPacking] = {}
         # Equal packings are one object, which is kept: the engine finds its update by identity.
-        self._different: dict[OutputPacking, OutputPacking] = {}
-        self._only: OutputPacking | None = None  # usually, all of them are this one
+        self._unique_packings: dict[OutputPacking, OutputPacking] = {}
+        self._only_packing: OutputPacking | None = None  # usually, all of them are this one
         self._origins, self._test_origins = origins  # of the logs of training and of test steps
         self.hyperparameters = hyperparameters
-        self._held = hyperparameters.in_place if compiler.compiles else nullcontext
+        self._hyperparameters_applied = hyperparameters.applied if compiler.compiles else nullcontext
 
-    def packing_of(self, *arguments: Any) -> OutputPacking:
+    def find_packing(self, *arguments: Any) -> OutputPacking:
         """Return how the first half of a step packs its results. It must have been traced for such arguments."""
-        return self._only or self._packings[kind_of_trace(arguments)]
+        return self._only_packing or self._packings[kind_of_trace(arguments)]
 
-    def gradients(
+    def compute_gradients(
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
     ) -> LocalResults:
         """Compute the first half of a step: everything up to the merge."""
-        own = self._train_step(trainable, non_trainable, optimizer, self._start(metrics), data)
+        own = self._train_step(trainable, non_trainable, optimizer, self._zero_counters(metrics), data)
         return self._pack(own, kind_of_trace((trainable, non_trainable, optimizer, metrics, data)))
 
-    def applied(
+    def compute_and_apply(
         self, trainable: Values, non_trainable: Values, optimizer: Values, metrics: Values, data: Batch
     ) -> AppliedResults:
-        """Compute a step that merges its gradients in the middle, and so also updates the weights; see `gradients`."""
+        """Compute a step that merges its gradients in the middle, and so also updates the weights."""
         collectives = step_collectives.current()
         assert isinstance(collectives, MergeCollectives), "a CompiledStep runs it"
         merging = merging_stateless_applies(self._model, collectives.merge_gradients)
-        with self._held(), merging as applied, self._watched("train_step", self._origins) as find:
-            state = (trainable, non_trainable, optimizer, self._start(metrics))
+        with self._hyperparameters_applied(), merging as applied, self._watched("train_step", self._origins) as find:
+            state = (trainable, non_trainable, optimizer, self._zero_counters(metrics))
             logs, new_state = self._model.train_step(state, self._batches.pack(data))
             logs = find(logs)
         # In a compiled step, this happens during tracing, before anything is computed.
         check_updates([*trainable, *optimizer], [*new_state[0], *new_state[2]], applied)
         # Variables of another optimizer may be among the model's. They are the same on all ranks.
-        alike = {id(value) for value in applied}
+        identical_ids = {id(value) for value in applied}
         results = TraceResults([], _changed(non_trainable, new_state[1]), list(new_state[3]), logs)
         kind = kind_of_trace((trainable, non_trainable, optimizer, metrics, data))
-        packed = self._pack(results, kind, alike)
+        packed = self._pack(results, kind, identical_ids)
         return AppliedResults(*packed, list(new_state[0]), list(new_state[2]))
 
-    def _start(self, metrics: Values) -> Values:
+    def _zero_counters(self, metrics: Values) -> Values:
         """Start counters at zero, so that the merged values are what the step adds to them."""
         rules = self._rules.rules
         return [
             jnp.zeros_like(value) if rule.is_additive else value for value, rule in zip(metrics, rules, strict=True)
         ]
 
-    def _pack(self, own: TraceResults, kind: Hashable, alike: Collection[int] = ()) -> LocalResults:
+    def _pack(self, own: TraceResults, kind: Hashable, identical_ids: Collection[int] = ()) -> LocalResults:
         """Pack the values to merge.
 
         Args:
             own: Results of a step.
             kind: The step's kind of trace.
-            alike: Ids of the values that are the same on all ranks.
+            identical_ids: Ids of the values that are the same on all ranks.
         """
         gradients, changed, new_metrics, logs = own
-        floating = {i: v for i, v in changed.items() if jnp.issubdtype(v.dtype, jnp.floating) and id(v) not in alike}
+        floating = {
+            i: v for i, v in changed.items() if jnp.issubdtype(v.dtype, jnp.floating) and id(v) not in identical_ids
+        }
         private = {i: v for i, v in changed.items() if i not in floating}
-        own_logs = self._own_logs("train_step", logs)
+        own_logs = self._custom_logs("train_step", logs)
         values = [*gradients, *floating.values(), *new_metrics, *own_logs.values()]
         variables = self._model.trainable_variables[: len(gradients)]
         counted = [*gradient_weights(variables), *[MergeWeight.SHARE] * len(floating)]
         of_all = [*counted, *self._rules.weights, *[MergeWeight.SHARE] * len(own_logs)]
         layout = StepLayout.of(values, of_all, variables)
-        small = SMALL if self._compiler.pinned is None else SMALL_ON_THE_BUS
-        groups = [[i] for i in range(len(values))] if self._merge.separate else bundles(layout, small)
+        small = SMALL if self._compiler.pinned is None else SMALL_ON_GPU
+        groups = [[i] for i in range(len(values))] if self._merge.is_unfused else group_small_arrays(layout, small)
         packing = OutputPacking(
             layout, tuple(map(tuple, groups)), len(gradients), tuple(floating), self._rules.rules, tuple(own_logs)
         )
-        packing = self._packings[kind] = self._different.setdefault(packing, packing)
-        self._only = packing if len(self._different) == 1 else None
+        packing = self._packings[kind] = self._unique_packings.setdefault(packing, packing)
+        self._only_packing = packing if len(self._unique_packings) == 1 else None
         return LocalResults(packing.join(values), private)
 
     def compile_update(self, packing: OutputPacking, silent: frozenset[str]) -> Callable[..., Any]:
@@ -183,7 +192,7 @@ class StepFunctions:
             packing: The packing of the first half.
             silent: Names of the metrics that no step has updated so far.
         """
-        read = packing.read if self._compiler.pinned is None else packing.read_travelled
+        read = packing.read if self._compiler.pinned is None else packing.read_packed
         # A custom step without gradients has applied its optimizers. Keras's own step on JAX also applies the optimizer
         # if no weight is trained: loss scaling counts it.
         applies = packing.gradients or not model_state.overrides(self._model, "train_step")
@@ -191,10 +200,10 @@ class StepFunctions:
         def update(trainable: Values, optimizer: Values, metrics: Values, arrays: Values) -> Any:
             gradients, state, merged, averages = read(arrays)
             # Servers have updated the weights: they return these instead of gradients.
-            if self._merge.updates:
+            if self._merge.updates_weights:
                 trainable = gradients
             elif applies:
-                with self._held():
+                with self._hyperparameters_applied():
                     trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
             # The start counts once, on every rank. The merged values are what all batches have added.
             metrics = [
@@ -204,7 +213,7 @@ class StepFunctions:
             logs = self.choose_logs(averages, metrics, silent, self._origins)
             return trainable, optimizer, metrics, state, logs
 
-        return self._compiler.jit(update, (0, 1, 2), options=self._compiler.same_on_all)
+        return self._compiler.jit(update, (0, 1, 2), options=self._compiler.deterministic_options)
 
     def test(self, trainable: Values, non_trainable: Values, metrics: Values, data: Batch) -> Any:
         """Take a test step. Returns the metrics' new values, the non-trainable variables it changed, and its logs."""
@@ -212,7 +221,7 @@ class StepFunctions:
             logs, state = self._model.test_step((trainable, non_trainable, metrics), self._batches.pack(data))
             logs = find(logs)
         _, new_non_trainable, new_metrics = state
-        return new_metrics, _changed(non_trainable, new_non_trainable), self._own_logs("test_step", logs)
+        return new_metrics, _changed(non_trainable, new_non_trainable), self._custom_logs("test_step", logs)
 
     def choose_logs(
         self, averages: Mapping[str, Any], metrics: Values, silent: frozenset[str], origins: LogOrigins
@@ -227,18 +236,18 @@ class StepFunctions:
     ) -> TraceResults:
         """Run the model's own `train_step`, without the update."""
         is_custom = model_state.overrides(self._model, "train_step")
-        probed = probe(self._model.optimizer, is_custom=is_custom)
-        with self._held(), probed as calls, self._watched("train_step", self._origins) as find:
+        probed = recorded_applies(self._model.optimizer, is_custom=is_custom)
+        with self._hyperparameters_applied(), probed as calls, self._watched("train_step", self._origins) as find:
             state = (trainable, non_trainable, optimizer, metrics)
             logs, new_state = self._model.train_step(state, self._batches.pack(data))
             logs = find(logs)
-        gradients = only_call(calls, new_state, trainable, optimizer)
+        gradients = gradients_of_only_call(calls, new_state, trainable, optimizer)
         return TraceResults(gradients, _changed(non_trainable, new_state[1]), list(new_state[3]), logs)
 
     def _watched(self, step: str, origins: LogOrigins) -> AbstractContextManager[FindOrigins]:
-        return origins.watched(of_interest=model_state.logs_differ_from_metrics(self._model, step))
+        return origins.watched(may_differ=model_state.logs_differ_from_metrics(self._model, step))
 
-    def _own_logs(self, step: str, logs: Mapping[str, Any]) -> dict[str, Any]:
+    def _custom_logs(self, step: str, logs: Mapping[str, Any]) -> dict[str, Any]:
         """Return an overridden step's logs. Keras's steps log metric results, which follow from the merged state."""
         if not model_state.logs_differ_from_metrics(self._model, step):
             return {}
@@ -255,43 +264,43 @@ class CompiledUpdate:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._silent: frozenset[str] | None = None
+        self._never_updated: frozenset[str] | None = None
         self._compiled: dict[Hashable, Callable[..., Any]] = {}  # by packing and hyperparameters
         # By id of the packing (its `StepFunctions` keep it alive): one dictionary lookup per step.
         self._chosen: dict[int, Callable[..., Any]] = {}
 
     def choose(self, functions: StepFunctions, packing: OutputPacking, flats: Sequence[Any]) -> Callable[..., Any]:
         """Return the function for a step with merged buffers `flats`, whose first half `functions` computed."""
-        if self._silent is None or (self._silent and packing.logs):
-            before, merged = self._silent, packing.read(flats)[2]
-            self._silent = step_logs.still_silent(before, self._model, merged)
-            if self._silent != before:
+        if self._never_updated is None or (self._never_updated and packing.logs):
+            before, merged = self._never_updated, packing.read(flats)[2]
+            self._never_updated = step_logs.metrics_never_updated(before, self._model, merged)
+            if self._never_updated != before:
                 self._compiled.clear()
                 self._chosen.clear()
         return self._chosen.get(id(packing)) or self._compile(functions, packing)
 
     def _compile(self, functions: StepFunctions, packing: OutputPacking) -> Callable[..., Any]:
-        assert self._silent is not None, "choose has set it"
+        assert self._never_updated is not None, "choose has set it"
         key = packing, functions.hyperparameters.key
         function = self._compiled.get(key)
         if function is None:
-            function = self._compiled[key] = functions.compile_update(packing, self._silent)
+            function = self._compiled[key] = functions.compile_update(packing, self._never_updated)
         self._chosen[id(packing)] = function
         return function
 
 
-def batch_kind(data: Batch, form: ElementStructure, global_size: int | None, variables: int) -> Hashable:
+def batch_kind(data: Batch, structure: ElementStructure, global_size: int | None, variables: int) -> Hashable:
     """Return a key. Keras would compile its step again when it changes. It is the same on all ranks, which may pad a
     batch differently.
 
     Args:
         data: The local batch.
-        form: The structure in which Keras receives it.
+        structure: The structure in which Keras receives it.
         global_size: Number of samples in the global batch; None: those in `data`.
         variables: Number of arrays that are sent with it.
     """
     dtypes = [leaf if leaf is None else leaf.dtype for leaf in tree.flatten(data)]
-    return form, global_size or model_state.samples(data), variables, *dtypes
+    return structure, global_size or model_state.samples(data), variables, *dtypes
 
 
 def _changed(before: Values, after: Values) -> dict[int, Any]:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from phalanx.arrays.tree import map_leaves
 from phalanx.engines.engine import Batch
-from phalanx.engines.replica.tensorflow.concrete_calls import ConcreteCall
+from phalanx.engines.replica.tensorflow.direct_calls import DirectCall
 
 
 class BatchFunction:
@@ -27,7 +27,7 @@ class BatchFunction:
         self, function: Callable[..., Any], *, eager: bool, jit_compile: bool = False, for_each_shape: bool = False
     ) -> None:
         # The kind of the last batch, and its trace. One is enough: only the last batch of a pass differs from the rest.
-        self._last: tuple[Any, ConcreteCall] | None = None
+        self._last: tuple[Any, DirectCall] | None = None
         self.traced = function
         if eager:
             return
@@ -51,7 +51,7 @@ class BatchFunction:
             # samples must not become a constant, and a second trace, for another size, might see changes that the
             # program has made since, unlike Keras's own trace.
             traced = function.get_concrete_function(map_leaves(spec_of_batch, data))
-            self._last = kind, ConcreteCall(traced, tensors)
+            self._last = kind, DirectCall(traced, tensors)
         return self._last[1](tensors)
 
 

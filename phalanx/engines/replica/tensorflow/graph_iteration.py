@@ -57,9 +57,9 @@ class GraphDataset(DistributedDataset, tf.distribute.DistributedDataset):  # typ
 
         def step(more: Any, element: Any, state: Any) -> Any:
             state = reduce_func(state, element)
-            return *iterator.next_or_nothing(), state
+            return *iterator.next_or_empty(), state
 
-        first = iterator.next_or_nothing()
+        first = iterator.next_or_empty()
         return tf.while_loop(lambda more, *_: more, step, (*first, initial_state), parallel_iterations=1)[2]
 
 
@@ -103,11 +103,11 @@ class GraphIterator(DistributedIterator, tf.distribute.DistributedIterator):  # 
     def get_next_as_optional(self) -> Any:
         if not tf.inside_function():
             return super().get_next_as_optional()
-        more, element = self.next_or_nothing()
+        more, element = self.next_or_empty()
         kind = tf.experimental.Optional
         return tf.cond(more, lambda: kind.from_value(element), lambda: kind.empty(self.element_spec))
 
-    def next_or_nothing(self) -> tuple[Any, Any]:
+    def next_or_empty(self) -> tuple[Any, Any]:
         """In a graph: return whether there is an element, and the element, or one without samples."""
         specs = leaves(self.element_spec)
 
@@ -115,7 +115,7 @@ class GraphIterator(DistributedIterator, tf.distribute.DistributedIterator):  # 
             try:
                 return [np.array(True), *_next(number)]
             except StopIteration:
-                return [np.array(False), *map(_nothing, specs)]
+                return [np.array(False), *map(_empty_like, specs)]
 
         more, *values = self._call(following, [tf.bool])
         more.set_shape([])
@@ -166,7 +166,7 @@ def _pack(spec: Any, values: Sequence[Any]) -> Any:
     return map_leaves(one, spec)
 
 
-def _nothing(spec: Any) -> Any:
+def _empty_like(spec: Any) -> Any:
     return np.zeros([length or 0 for length in spec.shape], spec.dtype.as_numpy_dtype)
 
 

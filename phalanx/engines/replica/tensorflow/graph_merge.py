@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from phalanx.engines.engine import GradientRows, Merge, UpdateDeferred
 from phalanx.engines.merge_collectives import MergeCollectives
-from phalanx.engines.replica.replica_engine import complete
-from phalanx.engines.replica.tensorflow.host_calls import call_on_host, take_failure
-from phalanx.engines.replica.tensorflow.indexed_slices import is_of_any_batch, merge_slices, slices_of
+from phalanx.engines.replica.replica_engine import fill_missing_gradients
+from phalanx.engines.replica.tensorflow.host_calls import call_on_host, pop_failure
+from phalanx.engines.replica.tensorflow.indexed_slices import are_batch_independent, merge_slices, slices_of
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
 from phalanx.engines.step_layout import MergeWeight, StepLayout, gradient_weights
 from phalanx.engines.tensors import HostFunction
@@ -43,7 +43,7 @@ class GraphMerge:
         self.share = 1.0
         self.share_in_graph = tf.Variable(self.share, name=f"{INTERNAL_PREFIX}_share")
         self.xla = False
-        self._of_any_batch: dict[int, bool] = {}  # by index of each row gradient, see `is_of_any_batch`
+        self._is_batch_independent: dict[int, bool] = {}  # by index of each row gradient, see `are_batch_independent`
         self.is_deferred: bool | None = None
         self.is_deferred_in_graph: Any = None
 
@@ -52,7 +52,7 @@ class GraphMerge:
         if share != self.share:
             self.share = self.collectives.share = share
             self.share_in_graph.assign(share)
-        take_failure()  # of an earlier step
+        pop_failure()  # of an earlier step
         self.is_deferred = None
 
     def _call(self, function: HostFunction, tensors: Sequence[Any], **options: Any) -> list[Any]:
@@ -63,8 +63,8 @@ class GraphMerge:
 
     def merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
         """Return the merged gradients of some weights; see `merging_applies`."""
-        if self._merge.updates:
-            gradients = complete(gradients, weights)
+        if self._merge.updates_weights:
+            gradients = fill_missing_gradients(gradients, weights)
         merged = self.dense(gradients, weights)
         sparse = self.gather_slices(merged)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in sparse]
@@ -83,7 +83,7 @@ class GraphMerge:
             if gradient is not None and not (self._merge.gather and isinstance(gradient, tf.IndexedSlices)):
                 dense[i] = tf.convert_to_tensor(gradient)
                 dense[i].set_shape(weight.shape)
-        self._of_any_batch = {i: is_of_any_batch(each.indices) for i, each in slices_of(dense).items()}
+        self._is_batch_independent = {i: are_batch_independent(each.indices) for i, each in slices_of(dense).items()}
         return dense
 
     def gather_slices(self, gradients: Sequence[Any]) -> dict[int, Any]:
@@ -93,8 +93,8 @@ class GraphMerge:
         slices = {} if self._merge.gather is None else slices_of(gradients)
         if not slices:
             return {}
-        of_any_batch = {i: self._of_any_batch[i] for i in slices}
-        return merge_slices(slices, of_any_batch, self._gather)
+        is_batch_independent = {i: self._is_batch_independent[i] for i in slices}
+        return merge_slices(slices, is_batch_independent, self._gather)
 
     def _gather(self, rows: Sequence[GradientRows]) -> list[GradientRows]:
         gather = self._merge.gather
@@ -105,7 +105,7 @@ class GraphMerge:
         self,
         tensors: Sequence[Any],
         weights: Sequence[MergeWeight],
-        look: Callable[[StepLayout, Sequence[Array]], None] | None = None,
+        on_merged: Callable[[StepLayout, Sequence[Array]], None] | None = None,
         variables: Sequence[Any] = (),
     ) -> list[Any]:
         """Return the tensors, merged over all ranks.
@@ -113,7 +113,7 @@ class GraphMerge:
         Args:
             tensors: Tensors of known shapes.
             weights: Weight of each tensor in the sum.
-            look: Called with the layout and the merged flat buffers, on the host.
+            on_merged: Called with the layout and the merged flat buffers, on the host.
             variables: See `StepLayout.of`.
         """
         if not tensors:
@@ -126,8 +126,8 @@ class GraphMerge:
             if layout is None:
                 layout = StepLayout.of(arrays, weights, variables)
             flats = self._merge(layout, arrays, self.share)
-            if look is not None:
-                look(layout, flats)
+            if on_merged is not None:
+                on_merged(layout, flats)
             return flats
 
         def merge_or_defer(arrays: Sequence[Array]) -> list[Any]:
@@ -141,7 +141,7 @@ class GraphMerge:
             return [*flats, np.array(self.is_deferred)]
 
         dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
-        if not self._merge.in_micro_batches:
+        if not self._merge.uses_micro_batches:
             return _cut(tensors, call_on_host(merge, tensors, dtypes))
         *flats, self.is_deferred_in_graph = call_on_host(merge_or_defer, tensors, [*dtypes, tf.bool])
         self.is_deferred_in_graph.set_shape([])

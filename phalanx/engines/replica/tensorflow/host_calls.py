@@ -16,7 +16,7 @@ from phalanx.keras_compat.observation.variable_assignments import INTERNAL_PREFI
 Array = np.ndarray[Any, Any]
 
 
-def is_for_session() -> bool:
+def is_session_graph() -> bool:
     """Whether a session runs the current graph, or the one around it, as in TensorFlow 1."""
     return not tf.compat.v1.executing_eagerly_outside_functions()
 
@@ -33,17 +33,17 @@ def call_in_graph(
     Raises: UnsupportedError in a graph of TensorFlow 1, which has no such order: calls that wait for other ranks would
         fill the few threads of its session, in another order on each rank, until nothing can proceed.
     """
-    if is_for_session():
+    if is_session_graph():
         raise UnsupportedError(
             "Values cannot be merged in a tf.Graph that a session runs (TensorFlow 1). Merge them in eager code, or "
             "in a tf.function that eager code calls."
         )
     # Read and written before and after, so that TensorFlow's automatic control dependencies put calls in program order.
-    turn = _turn()
-    with tf.control_dependencies([turn.assign_add(1)]):
+    order = _order_variable()
+    with tf.control_dependencies([order.assign_add(1)]):
         results = tf.numpy_function(function, tensors, dtypes)
     with tf.control_dependencies(tf.nest.flatten(results)):
-        turn.assign_add(1)
+        order.assign_add(1)
     return results
 
 
@@ -71,7 +71,7 @@ def call_on_host(
     return list(call_in_graph(call, tensors, dtypes))
 
 
-def take_failure() -> BaseException | None:
+def pop_failure() -> BaseException | None:
     """Return and clear the error of the last function that `call_on_host` called; None if there is none."""
     return _failures.pop() if _failures else None
 
@@ -95,12 +95,12 @@ def linear(function: Callable[..., Any], adjoint: Callable[..., Any]) -> Callabl
 
 
 @functools.cache
-def _turn() -> Any:
+def _order_variable() -> Any:
     """The variable that all calls use. Created in another thread, because later traces may not create variables."""
     with ThreadPoolExecutor(1) as elsewhere:
-        return elsewhere.submit(_make_turn).result()
+        return elsewhere.submit(_make_order_variable).result()
 
 
-def _make_turn() -> Any:
+def _make_order_variable() -> Any:
     with tf.device("CPU:0"):
         return tf.Variable(0, dtype=tf.int64, trainable=False, name=f"{INTERNAL_PREFIX}_turn")

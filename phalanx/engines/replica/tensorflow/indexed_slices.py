@@ -25,21 +25,21 @@ def slices_of(gradients: Sequence[Any]) -> dict[int, Any]:
 
 def merge_slices(
     slices: Mapping[int, Any],
-    of_any_batch: Mapping[int, bool],
+    is_batch_independent: Mapping[int, bool],
     gather: Callable[[Sequence[GradientRows]], list[GradientRows]],
 ) -> dict[int, Any]:
     """Merge row gradients, in a graph or eagerly.
 
     Args:
         slices: This rank's row gradients, by number.
-        of_any_batch: Whether every batch, of any size and content, looks up the same rows, for each gradient.
+        is_batch_independent: Whether every batch, of any size and content, looks up the same rows, for each gradient.
         gather: Returns the rows of all ranks; see `Merge.gather`.
     """
     tensors = [part for one in slices.values() for part in (one.indices, one.values)]
 
     def gather_arrays(arrays: Sequence[Array]) -> list[Array]:
         pairs = zip(slices, arrays[::2], arrays[1::2], strict=True)
-        merged = gather([GradientRows(numbers, rows, of_any_batch[i]) for i, numbers, rows in pairs])
+        merged = gather([GradientRows(numbers, rows, is_batch_independent[i]) for i, numbers, rows in pairs])
         return [part for rows in merged for part in (rows.numbers, rows.gradients)]
 
     gathered = call_on_host(gather_arrays, tensors, [tensor.dtype for tensor in tensors])
@@ -52,7 +52,7 @@ def merge_slices(
     return merged
 
 
-def is_of_any_batch(indices: Any) -> bool:
+def are_batch_independent(indices: Any) -> bool:
     """Whether every batch, of any size and content, looks up the same rows (positions)."""
     if isinstance(indices, tf.__internal__.EagerTensor):
         numbers = indices.numpy()

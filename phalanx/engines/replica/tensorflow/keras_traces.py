@@ -31,9 +31,9 @@ class TraceConditions:
         self._flags = TrainableFlags(model)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         """Context in which the model and its optimizers have these settings."""
-        with self._hyperparameters.in_place(), self._flags.in_place():
+        with self._hyperparameters.applied(), self._flags.applied():
             yield
 
 
@@ -44,38 +44,40 @@ class KerasTraces:
         model: A compiled model.
         batches: Structure in which Keras receives its batches.
         merge: Source of the size of every global batch, if Keras would know it in advance.
-        form: Structure of all batches; None: the one that `batches` expects.
+        structure: Structure of all batches; None: the one that `batches` expects.
 
     Attributes:
         model: The model.
     """
 
-    def __init__(self, model: Any, batches: BatchPacking, merge: Merge, form: ElementStructure | None = None) -> None:
+    def __init__(
+        self, model: Any, batches: BatchPacking, merge: Merge, structure: ElementStructure | None = None
+    ) -> None:
         self.model = model
-        self._form = form
+        self._structure = structure
         self._batches = batches
         self._merge = merge
         # TensorFlow's own rules decide (`reduce_retracing`, as in Keras), on a function that does nothing.
         self._function = tf.function(lambda data: tf.constant(0), reduce_retracing=True)
         self._function._omit_frequent_tracing_warning = True
         # By trace. This also keeps the traces alive: otherwise, another trace could get the identity of a deleted one.
-        self._made_with: dict[Any, TraceConditions] = {}
+        self._conditions: dict[Any, TraceConditions] = {}
         self._newest: tuple[Any, tuple[Hashable, TraceConditions]] | None = None
 
     def find(self, data: Batch) -> tuple[Hashable, TraceConditions]:
         """Return Keras's trace for the global batch of this local one, and the conditions of that trace."""
-        form, fixed_size = self._form or self._batches.form, self._merge.fixed_size
-        kind = batch_kind(data), form, fixed_size
+        structure, fixed_size = self._structure or self._batches.structure, self._merge.fixed_size
+        kind = batch_kind(data), structure, fixed_size
         if self._newest is None or self._newest[0] != kind:
-            self._newest = kind, self._of_batch(data, form, fixed_size)
+            self._newest = kind, self._of_batch(data, structure, fixed_size)
         return self._newest[1]
 
     def _of_batch(
-        self, data: Batch, form: ElementStructure, fixed_size: int | None
+        self, data: Batch, structure: ElementStructure, fixed_size: int | None
     ) -> tuple[Hashable, TraceConditions]:
         specs = map_leaves(lambda array: spec_of_batch(array, fixed_size), data)
-        trace = self._function.get_concrete_function(self._batches.pack(specs, form))
-        return (form, trace), self._made_with.setdefault(trace, TraceConditions(self.model))
+        trace = self._function.get_concrete_function(self._batches.pack(specs, structure))
+        return (structure, trace), self._conditions.setdefault(trace, TraceConditions(self.model))
 
 
 class FunctionsByTrace:
@@ -102,12 +104,12 @@ class FunctionsByTrace:
         key, conditions = self._traces.find(data)
         function = self._made.get(key)
         if function is None:
-            function = self._made[key] = self._make(self._under(conditions))
+            function = self._made[key] = self._make(self._traced_under(conditions))
         return function(data)
 
-    def _under(self, conditions: TraceConditions) -> Callable[[Batch], Any]:
+    def _traced_under(self, conditions: TraceConditions) -> Callable[[Batch], Any]:
         def step(data: Batch) -> Any:  # runs during tracing
-            with conditions.in_place():
+            with conditions.applied():
                 return self._step(data)
 
         return step

@@ -25,10 +25,10 @@ from phalanx.engines import step_logs
 from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.tensorflow_fused_adam import fused_adam
 from phalanx.engines.engine import Batch, Merge, ModelValues, UpdateDeferred
-from phalanx.engines.replica.replica_engine import ReplicaEngine, complete, variables_of_optimizers
+from phalanx.engines.replica.replica_engine import ReplicaEngine, fill_missing_gradients, variables_of_optimizers
 from phalanx.engines.replica.tensorflow.batch_functions import BatchFunction, runs_eagerly
 from phalanx.engines.replica.tensorflow.graph_merge import GraphMerge, HostCallInXlaError
-from phalanx.engines.replica.tensorflow.host_calls import take_failure
+from phalanx.engines.replica.tensorflow.host_calls import pop_failure
 from phalanx.engines.replica.tensorflow.keras_traces import FunctionsByTrace, KerasTraces
 from phalanx.engines.replica.tensorflow.tensorflow_tensors import TensorFlowTensors
 from phalanx.engines.step_layout import MergeWeight, StepLayout, gradient_weights
@@ -41,7 +41,7 @@ from phalanx.keras_compat.global_batch.step_collectives import PREDICTION, StepS
 from phalanx.keras_compat.global_batch.step_means import WeightedStepMeans
 from phalanx.keras_compat.global_batch.tensorflow_tape import SampleLossGradients
 from phalanx.keras_compat.layer_building import build_all
-from phalanx.keras_compat.tensorflow_trace_cache import trace_apart
+from phalanx.keras_compat.tensorflow_trace_keys import add_trace_key
 
 Array = np.ndarray[Any, Any]
 
@@ -59,7 +59,7 @@ class TensorFlowEngine(ReplicaEngine):
         super().__init__(model, merge, self._variables)
         self._state: list[Any] = []  # of the layers; set by `build`
         self._logs: _Logs = {}, {}, {}  # of the newest training step
-        self._silent: frozenset[str] | None = None
+        self._never_updated: frozenset[str] | None = None
         self._train_traces = KerasTraces(model, self._batches, merge)
         self._test_traces = KerasTraces(model, self._batches, merge)
         self._predictions: dict[ElementStructure, FunctionsByTrace] = {}
@@ -72,7 +72,7 @@ class TensorFlowEngine(ReplicaEngine):
             # The key: a function that the model compiles itself would otherwise keep calling another engine's merge.
             StepScope(graph.collectives, key=object()),
         )
-        trace_apart(trace_key)
+        add_trace_key(trace_key)
         self._fused = registry.choose("tensorflow_fused_adam", fused_adam, nullcontext)
         self._make_functions(xla=bool(model.jit_compile) and not model.run_eagerly)
 
@@ -88,11 +88,11 @@ class TensorFlowEngine(ReplicaEngine):
             function,
             eager=self._model.run_eagerly,
             jit_compile=jit_compile,
-            for_each_shape=self._merge.in_micro_batches,
+            for_each_shape=self._merge.uses_micro_batches,
         )
 
     @property
-    def builds_from_a_batch(self) -> bool:
+    def needs_batch_to_build(self) -> bool:
         return False  # it builds while it traces
 
     @property
@@ -119,10 +119,10 @@ class TensorFlowEngine(ReplicaEngine):
                 # Its step need not call the model with the batch, and may build what it uses (`build_layers_by_step`).
                 logger.info("%r cannot be built from a batch, but perhaps in its step: %r", model.name, error)
         self._state = self.layer_state()
-        self._note_variables()
+        self._set_variables()
 
     def train(self, data: Batch, share: float) -> None:
-        if not (self._merge.repeats or self._merge.in_micro_batches):
+        if not (self._merge.repeats_steps or self._merge.uses_micro_batches):
             self._logs = self._run("_train", data, share)
             return
         changed = [*self._state, *self._metrics]
@@ -146,25 +146,25 @@ class TensorFlowEngine(ReplicaEngine):
         if before is not None:
             self._variables.write(self._metrics, before)
 
-    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
-        if (functions := self._predictions.get(form)) is None:
+    def predict(self, data: Batch, structure: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
+        if (functions := self._predictions.get(structure)) is None:
             model, batches = self._model, self._batches
             make = partial(self._function, jit_compile=model.jit_compile)
-            traces = KerasTraces(model, batches, self._merge, form)
-            functions = FunctionsByTrace(traces, lambda data: model.predict_step(batches.pack(data, form)), make)
-            self._predictions[form] = functions
+            traces = KerasTraces(model, batches, self._merge, structure)
+            functions = FunctionsByTrace(traces, lambda data: model.predict_step(batches.pack(data, structure)), make)
+            self._predictions[structure] = functions
         self._graph.begin_step(share)
         _, means, _, _ = self._contexts
-        with StepScope(PREDICTION, key="predict"), means if self.counts_in_predictions else nullcontext():
+        with StepScope(PREDICTION, key="predict"), means if self.predictions_update_metrics else nullcontext():
             outputs = functions(data)
         return tree.map_structure(partial(_predicted, self._model), outputs)
 
     def logs(self) -> Mapping[str, Any]:
         averages, results, derived = self._logs
-        silent = self._silent or frozenset()
+        silent = self._never_updated or frozenset()
         return step_logs.choose_logs(averages, lambda: results, silent, self.origins, lambda: derived)
 
-    def _own_logs(self) -> Mapping[str, Any]:
+    def _custom_logs(self) -> Mapping[str, Any]:
         return self._logs[0]
 
     def _run(self, name: str, data: Batch, share: float) -> Any:
@@ -184,7 +184,7 @@ class TensorFlowEngine(ReplicaEngine):
             self._make_functions(xla=False)
             return self._run(name, data, share)
         except Exception as error:
-            failure = take_failure() or TensorFlowTensors.find_cause(error)
+            failure = pop_failure() or TensorFlowTensors.find_cause(error)
             if failure is not None:  # the merge's own error, not what TensorFlow or Keras turned it into
                 raise failure from None
             raise
@@ -196,8 +196,8 @@ class TensorFlowEngine(ReplicaEngine):
         before = self._start_metrics()
         weights = model.trainable_weights
         gradients, logs = self._function(self._gradients, jit_compile=graph.xla).traced(data)
-        if self._merge.updates:
-            gradients = complete(gradients, weights)
+        if self._merge.updates_weights:
+            gradients = fill_missing_gradients(gradients, weights)
         sparse = graph.gather_slices(gradients)
         present = [i for i, gradient in enumerate(gradients) if gradient is not None and i not in sparse]
         own = [weights[i] for i in present]
@@ -206,7 +206,7 @@ class TensorFlowEngine(ReplicaEngine):
         merged, averages = self._merge_all(own, [gradients[i] for i in present], logs, before)
         for i, gradient in [*zip(present, merged, strict=True), *sparse.items()]:
             gradients[i] = gradient
-        if self._merge.updates:
+        if self._merge.updates_weights:
             _assign_weights(gradients, weights)
         elif weights:
             # What does not depend on the gradients (step count, weight decay) must not happen if the merge fails.
@@ -221,7 +221,7 @@ class TensorFlowEngine(ReplicaEngine):
                 self._model.optimizer.apply_gradients(zip(gradients, weights, strict=True))
             return tf.constant(True)
 
-        if self._merge.in_micro_batches:
+        if self._merge.uses_micro_batches:
             tf.cond(self._graph.is_deferred_in_graph, lambda: tf.constant(False), apply)
         else:
             apply()
@@ -238,13 +238,13 @@ class TensorFlowEngine(ReplicaEngine):
             scaled = own.scale_loss(loss)
         gradients = own.to_merge(tape.gradient(scaled, model.trainable_weights), model.trainable_weights)
         differ = model_state.logs_differ_from_metrics(model, "train_step")
-        with self.origins.watched(of_interest=differ) as find:
+        with self.origins.watched(may_differ=differ) as find:
             logs = find(model.compute_metrics(x, y, y_pred, sample_weight=sample_weight))
         return self._graph.dense(gradients, model.trainable_weights), logs if differ else {}
 
     def _train_overridden(self, data: Batch) -> _Logs:
         before = self._start_metrics()
-        assign = _assign_weights if self._merge.updates else None
+        assign = _assign_weights if self._merge.updates_weights else None
         merging = merging_applies(self._model, self._graph.merge_gradients, self._fused, assign)
         with merging, self.origins.watched() as find:
             logs = find(self._model.train_step(self._batches.pack(data)))
@@ -254,7 +254,7 @@ class TensorFlowEngine(ReplicaEngine):
     def _test_step(self, data: Batch) -> dict[str, Any]:
         """Run the model's test step and return the logs that it computes itself."""
         differ = model_state.logs_differ_from_metrics(self._model, "test_step")
-        with self._test_origins.watched(of_interest=differ) as find:
+        with self._test_origins.watched(may_differ=differ) as find:
             logs = find(self._model.test_step(self._batches.pack(data)))
         return logs if differ else {}
 
@@ -287,12 +287,12 @@ class TensorFlowEngine(ReplicaEngine):
         counted = [*gradient_weights(weights), *[MergeWeight.SHARE] * len(self._state)]
         of_all = [*counted, *self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)]
 
-        def look(layout: StepLayout, flats: Sequence[Array]) -> None:
-            if self._silent is None or self._silent:
+        def on_merged(layout: StepLayout, flats: Sequence[Array]) -> None:
+            if self._never_updated is None or self._never_updated:
                 counted = layout.cut(flats)[ends[1] : ends[2]]
-                self._silent = step_logs.still_silent(self._silent, self._model, counted)
+                self._never_updated = step_logs.metrics_never_updated(self._never_updated, self._model, counted)
 
-        values = self._graph.merge(tensors, of_all, look, weights)
+        values = self._graph.merge(tensors, of_all, on_merged, weights)
         merged, state, metrics, averages = (values[a:b] for a, b in zip([0, *ends], [*ends, None], strict=True))
         for variable, value in zip(self._state, state, strict=True):
             variable.assign(value)

@@ -10,12 +10,12 @@ import numpy as np
 import tensorflow as tf
 
 from phalanx.engines.replica.tensorflow.graph_iteration import GraphDataset
-from phalanx.engines.replica.tensorflow.host_calls import call_on_host, take_failure
-from phalanx.engines.replica.tensorflow.indexed_slices import is_of_any_batch, merge_slices, slices_of
+from phalanx.engines.replica.tensorflow.host_calls import call_on_host, pop_failure
+from phalanx.engines.replica.tensorflow.indexed_slices import are_batch_independent, merge_slices, slices_of
 from phalanx.engines.tensors import Gradient, HostFunction, RowGather, Shape, Tensors, same_shape
 from phalanx.errors import UnsupportedError
 from phalanx.keras_compat.global_batch.tensorflow_replica_count import count_replicas
-from phalanx.keras_compat.tensorflow_trace_cache import trace_apart
+from phalanx.keras_compat.tensorflow_trace_keys import add_trace_key
 from phalanx.keras_compat.variables.tensorflow_merged_variables import variable_merge_scope
 
 Array = np.ndarray[Any, Any]
@@ -25,7 +25,7 @@ class TensorFlowTensors(Tensors):
     """See `phalanx.engines.tensors.Tensors`."""
 
     distributed_dataset = GraphDataset
-    trace_apart = staticmethod(trace_apart)
+    add_trace_key = staticmethod(add_trace_key)
     count_replicas = staticmethod(count_replicas)
     variable_merge_scope = staticmethod(variable_merge_scope)
     outside_of_traces = staticmethod(tf.init_scope)
@@ -81,8 +81,8 @@ class TensorFlowTensors(Tensors):
 
     def merge_gradients(self, merge: HostFunction, gather: RowGather, gradients: Sequence[Any]) -> list[Any]:
         slices = slices_of(gradients)
-        of_any_batch = {i: is_of_any_batch(each.indices) for i, each in slices.items()}
-        merged = merge_slices(slices, of_any_batch, gather) if slices else {}
+        is_batch_independent = {i: are_batch_independent(each.indices) for i, each in slices.items()}
+        merged = merge_slices(slices, is_batch_independent, gather) if slices else {}
         dense = [i for i in range(len(gradients)) if i not in slices]
         if dense:
             merged |= zip(dense, self.call(merge, [gradients[i] for i in dense]), strict=True)
@@ -96,7 +96,7 @@ class TensorFlowTensors(Tensors):
                 "(tf.function(jit_compile=True)): compile the part that computes gradients, and call the rest from a "
                 "tf.function without."
             )
-        failure = take_failure() if isinstance(error, tf.errors.OpError | RuntimeError) else None
+        failure = pop_failure() if isinstance(error, tf.errors.OpError | RuntimeError) else None
         if failure is None:
             return None
         first_line = str(failure).partition("\n")[0]

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.tensorflow_fused_adam import fused_adam
-from phalanx.engines.replica.tensorflow.concrete_calls import ConcreteCall
+from phalanx.engines.replica.tensorflow.direct_calls import DirectCall
 from phalanx.engines.updater import BackendUpdater
 
 Array = np.ndarray[Any, Any]
@@ -25,7 +25,7 @@ class TensorFlowUpdater(BackendUpdater):
         # One signature, traced once: finding the trace for the arguments of a call takes longer than the update.
         specs = [tf.TensorSpec(variable.shape, variable.dtype) for variable in self.variables]
         step = tf.function(tf.autograph.experimental.do_not_convert(self._update))
-        self._step = ConcreteCall(
+        self._step = DirectCall(
             step.get_concrete_function(*specs), *[tf.zeros(spec.shape, spec.dtype) for spec in specs]
         )
         self._values: list[Array] | None = None

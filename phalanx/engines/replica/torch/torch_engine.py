@@ -23,7 +23,7 @@ from phalanx.engines.accelerations import registry
 from phalanx.engines.accelerations.torch_onednn_matmul import OneDNNMatmul
 from phalanx.engines.engine import Batch, Merge, ModelValues
 from phalanx.engines.merge_collectives import MergeCollectives
-from phalanx.engines.replica.replica_engine import ReplicaEngine, complete, variables_of_optimizers
+from phalanx.engines.replica.replica_engine import ReplicaEngine, fill_missing_gradients, variables_of_optimizers
 from phalanx.engines.replica.torch.accelerated_updates import AcceleratedUpdates
 from phalanx.engines.replica.torch.host_copies import all_to_host, cut_merged, from_host, to_host
 from phalanx.engines.replica.torch.module_buffers import buffers
@@ -54,7 +54,7 @@ class TorchEngine(ReplicaEngine):
         super().__init__(model, merge, self._variables)
         self._state: list[Any] = []  # of layers and modules; set by `build`
         self._averages: dict[str, Any] = {}
-        self._silent: frozenset[str] | None = None
+        self._never_updated: frozenset[str] | None = None
         self._backward = torch.compile(self._run_backward) if model.jit_compile else self._run_backward
         # By the weights that have a gradient (their ids; the model holds them) and the names of the logs. A program may
         # freeze and unfreeze layers between two steps, so positions among the trainable weights are not enough.
@@ -69,11 +69,11 @@ class TorchEngine(ReplicaEngine):
 
     def build(self, data: Batch) -> None:
         # Losses and layers may draw numbers for each sample, but initial weights follow from the program's generators.
-        with self.drawing_apart() if has_built_layers(self._model) else nullcontext():
+        with self.random_state_context() if has_built_layers(self._model) else nullcontext():
             self._model._symbolic_build(data_batch=self._batches.for_keras(data))
         floating = [buffer for buffer in buffers(self._model) if buffer.value.is_floating_point()]
         self._state = [*_layer_state(self._model), *floating]
-        self._note_variables()
+        self._set_variables()
         self._layouts.clear()  # built with the previous state and metrics
 
     def layer_state(self) -> list[Any]:
@@ -87,7 +87,7 @@ class TorchEngine(ReplicaEngine):
         # merge, unless a custom `train_step` applies first and merges the rest at its end.
         changed = list(self._state)
         is_overridden = model_state.overrides(self._model, "train_step")
-        if self._merge.repeats and is_overridden:
+        if self._merge.repeats_steps and is_overridden:
             changed += variables_of_optimizers(self._model)
         state_before = self._variables.copies(changed)
         metrics_before = self._variables.copies(self._metrics)
@@ -99,7 +99,7 @@ class TorchEngine(ReplicaEngine):
             run = self._train_overridden if is_overridden else self._train_own
             self._begin(data, share)
             losses, means, in_step, products = self._contexts
-            with losses, means, in_step, products, self.drawing_apart():
+            with losses, means, in_step, products, self.random_state_context():
                 run(_to_device(data), metrics_before)
         except BaseException:
             self._variables.write([*changed, *self._metrics], [*state_before, *metrics_before])
@@ -111,11 +111,11 @@ class TorchEngine(ReplicaEngine):
 
     def _train_own(self, data: Batch, metrics_before: list[Any]) -> None:
         weights, gradients, logs = self._backward(data)
-        if self._merge.updates:
-            gradients = complete(gradients, weights)
+        if self._merge.updates_weights:
+            gradients = fill_missing_gradients(gradients, weights)
         own = [weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is not None]
         gradients = map_non_none(lambda present: self._merge_all(own, present, logs, metrics_before), gradients)
-        if self._merge.updates:
+        if self._merge.updates_weights:
             _assign_known(gradients, weights)
         elif weights:  # as in Keras: loss scaling would count a step without weights as one without an overflow
             with torch.no_grad(), self._updates(self._model.optimizer):
@@ -148,7 +148,7 @@ class TorchEngine(ReplicaEngine):
             return find(model_state.update_metrics(self._model, *batch))
 
     def _train_overridden(self, data: Batch, metrics_before: list[Any]) -> None:
-        assign = _assign_known if self._merge.updates else None
+        assign = _assign_known if self._merge.updates_weights else None
         merging = merging_applies(self._model, self._merge_gradients, self._updates, assign)
         with merging, self.origins.watched() as find:
             logs = find(self._model.train_step(self._batches.pack(data)))
@@ -156,8 +156,8 @@ class TorchEngine(ReplicaEngine):
 
     def _merge_gradients(self, gradients: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
         """Return the merged gradients of some weights, or what replaces them; see `merging_applies`."""
-        if self._merge.updates:
-            gradients = complete(gradients, weights)
+        if self._merge.updates_weights:
+            gradients = fill_missing_gradients(gradients, weights)
         own = [weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is not None]
 
         def merge(present: list[Any]) -> list[Any]:
@@ -196,7 +196,9 @@ class TorchEngine(ReplicaEngine):
         # variables.
         arrays, tensors = self._merged(layout, arrays)
         of_state, of_metrics, of_logs = accumulate((len(gradients), len(self._state), len(self._metrics)))
-        self._silent = step_logs.still_silent(self._silent, self._model, arrays[of_metrics:of_logs])
+        self._never_updated = step_logs.metrics_never_updated(
+            self._never_updated, self._model, arrays[of_metrics:of_logs]
+        )
         with torch.no_grad():
             for variable, value in zip(self._state, tensors[of_state:of_metrics], strict=True):
                 variable.value.copy_(value)
@@ -214,13 +216,13 @@ class TorchEngine(ReplicaEngine):
         return tensors[:of_state]
 
     def logs(self) -> Mapping[str, Any]:
-        silent = self._silent or frozenset()
+        silent = self._never_updated or frozenset()
         return step_logs.choose_logs(self._averages, self._model.get_metrics_result, silent, self.origins)
 
-    def _own_logs(self) -> Mapping[str, Any]:
+    def _custom_logs(self) -> Mapping[str, Any]:
         return self._averages
 
-    def _reading_metrics(self) -> AbstractContextManager[Any]:
+    def _metric_read_scope(self) -> AbstractContextManager[Any]:
         no_grad: AbstractContextManager[Any] = torch.no_grad()
         return no_grad
 
@@ -228,20 +230,20 @@ class TorchEngine(ReplicaEngine):
         before = None if share else self._variables.copies(self._metrics)
         self._begin(data, share)
         differ = model_state.logs_differ_from_metrics(self._model, "test_step")
-        watched = self._test_origins.watched(of_interest=differ)
+        watched = self._test_origins.watched(may_differ=differ)
         losses, means, in_step, products = self._contexts
-        with torch.no_grad(), losses, means, in_step, products, watched as find, self.drawing_apart():
+        with torch.no_grad(), losses, means, in_step, products, watched as find, self.random_state_context():
             logs = find(self._model.test_step(self._batches.pack(_to_device(data))))
             if before is not None:
                 self._variables.write(self._metrics, before)
         self._test_logs = logs if differ else {}
 
-    def predict(self, data: Batch, form: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
+    def predict(self, data: Batch, structure: ElementStructure = ElementStructure.PARTS, share: float = 1.0) -> Any:
         self._share = share
         _, means, _, products = self._contexts
-        counting = means if self.counts_in_predictions else nullcontext()
-        with torch.no_grad(), products, counting, StepScope(PREDICTION), self.drawing_apart():
-            outputs = self._model.predict_step(self._batches.pack(_to_device(data), form))
+        counting = means if self.predictions_update_metrics else nullcontext()
+        with torch.no_grad(), products, counting, StepScope(PREDICTION), self.random_state_context():
+            outputs = self._model.predict_step(self._batches.pack(_to_device(data), structure))
         return tree.map_structure(to_host, outputs)
 
 

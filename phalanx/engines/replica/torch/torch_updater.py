@@ -18,7 +18,7 @@ from phalanx.engines.updater import BackendUpdater
 class TorchUpdater(BackendUpdater):
     """See `phalanx.engines.updater.Updater`."""
 
-    lends = True
+    shares_buffers = True
 
     def _prepare(self) -> None:
         self._fuses = registry.is_enabled("torch_fused_adam")

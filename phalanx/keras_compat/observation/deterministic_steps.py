@@ -29,40 +29,42 @@ LARGEST_CHANGE = 1e-2
 """The largest change of a weight in one update."""
 
 
-class TrialConditions:
+class DeterministicSteps:
     """A context in which steps of a model run under these conditions.
 
     Args:
         model: A compiled model.
-        found: Called with the variables of an optimizer that the step applies and that is not among the model's.
-        keeps_python: Whether state kept by a step's Python code persists, as it does if steps are not compiled.
+        on_optimizer: Called with the variables of an optimizer that the step applies and that is not among the model's.
+        keeps_python_state: Whether state kept by a step's Python code persists, as it does if steps are not compiled.
 
     Attributes:
         optimizers: The optimizers that steps are known to apply.
     """
 
-    def __init__(self, model: Any, found: Callable[[Sequence[Any]], None], *, keeps_python: bool = True) -> None:
-        self.keeps_python = keeps_python
+    def __init__(
+        self, model: Any, on_optimizer: Callable[[Sequence[Any]], None], *, keeps_python_state: bool = True
+    ) -> None:
+        self.keeps_python_state = keeps_python_state
         self._model = model
-        self._found = found
+        self._on_optimizer = on_optimizer
         # Those whose update is replaced. Optimizers that a step creates or finds elsewhere are added when they are
         # first applied.
         self.optimizers: list[Any] = []
         self._stack = ExitStack()
         self._draws = 0
 
-    def __enter__(self) -> TrialConditions:
+    def __enter__(self) -> DeterministicSteps:
         with ExitStack() as self._stack:
             enter = self._stack.enter_context
             enter(running_eagerly(self._model))
             enter(contextlib.redirect_stdout(io.StringIO()))  # a step's output should appear once
             for patch in self._random_functions():
                 enter(patch)
-            enter(collected_statistics())
+            enter(inference_batch_norm())
             for optimizer in optimizers(self._model):
-                self._take(optimizer)
+                self._replace_update(optimizer)
                 if (inner := getattr(optimizer, "inner_optimizer", None)) is not None:
-                    self._take(inner)
+                    self._replace_update(inner)
             enter(self._applies())
             self._stack = self._stack.pop_all()
         return self
@@ -81,15 +83,15 @@ class TrialConditions:
         """Return all variables that optimizers update themselves."""
         return [variable for optimizer in self.optimizers for variable in optimizer.variables]
 
-    def _take(self, optimizer: Any) -> None:
+    def _replace_update(self, optimizer: Any) -> None:
         self.optimizers.append(optimizer)
         self._stack.enter_context(overridden_methods(optimizer, _backend_update_step=self._update))
 
     def _applies(self) -> PatchedFunction:
         def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if all(each is not optimizer for each in self.optimizers):
-                self._found(optimizer.variables)
-                self._take(optimizer)
+                self._on_optimizer(optimizer.variables)
+                self._replace_update(optimizer)
             return patch.original(optimizer, *args, **kwargs)
 
         patch = PatchedFunction(defining_class(keras.optimizers.Optimizer, "apply"), "apply", apply)
@@ -105,7 +107,7 @@ class TrialConditions:
     def _random_functions(self) -> list[PatchedFunction]:
         home = importlib.import_module(f"keras.src.backend.{keras.backend.backend()}.random")
 
-        def of_each_row(name: str) -> Callable[..., Any]:
+        def draw_per_row(name: str) -> Callable[..., Any]:
             original = getattr(home, name)
 
             def draw(shape: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,7 +120,7 @@ class TrialConditions:
 
             return draw
 
-        draws = {name: of_each_row(name) for name in _ARGUMENTS}
+        draws = {name: draw_per_row(name) for name in _ARGUMENTS}
 
         def dropout(inputs: Any, rate: float, noise_shape: Any = None, seed: Any = None) -> Any:
             shape = ops.shape(inputs)
@@ -195,7 +197,7 @@ def _calling_functions() -> Iterator[None]:
         tf.config.run_functions_eagerly(before)
 
 
-def collected_statistics() -> PatchedFunction:
+def inference_batch_norm() -> PatchedFunction:
     def call(layer: Any, inputs: Any, training: Any = None, mask: Any = None) -> Any:
         return patch.original(layer, inputs, training=False, mask=mask)
 

@@ -16,7 +16,7 @@ from typing import Any
 from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 
 
-def forgetting_former_losses(original: Callable[..., Any]) -> Callable[..., Any]:
+def clearing_loss_ids(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `Layer.stateless_call` to clear the ids first. A call within another one keeps the ids of the outer one."""
 
     @functools.wraps(original)

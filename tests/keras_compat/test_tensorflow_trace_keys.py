@@ -27,14 +27,14 @@ class Counted(keras.Model):
 
 
 class Alone:
-    updates = separate = repeats = in_micro_batches = once_per_step = synchronizes_batch_norm = False
+    updates_weights = is_unfused = repeats_steps = uses_micro_batches = once_per_step = synchronizes_batch_norm = False
     gather = global_size = fixed_size = None
 
-    def total(self, own, share):
-        return own
+    def all_reduce(self, local, share):
+        return local
 
-    def all_gather(self, own, share):
-        return own, 0
+    def all_gather(self, local, share):
+        return local, 0
 
     def __call__(self, layout, arrays, share):
         flats = layout.allocate()
@@ -110,7 +110,7 @@ step(tf.ones(2))
 CALLS = """
 import tensorflow as tf
 
-from phalanx.engines.replica.tensorflow.concrete_calls import ConcreteCall
+from phalanx.engines.replica.tensorflow.direct_calls import DirectCall
 
 factor = tf.Variable(2.0)
 
@@ -127,7 +127,7 @@ def arguments(scale):
 
 
 first = arguments(1.0)
-trace = ConcreteCall(function.get_concrete_function(*first), *first)
+trace = DirectCall(function.get_concrete_function(*first), *first)
 assert sorted(trace._order) == [0, 1, 2, 3], "this version of TensorFlow lets it be told"
 factor.assign(3.0)
 sums, y, more = trace(*arguments(2.0))
@@ -136,7 +136,7 @@ assert (y.numpy().tolist(), float(more)) == ([10.0], 12.0)
 
 same = tf.ones(2)
 difference = tf.function(lambda a, b: a - b)
-trace = ConcreteCall(difference.get_concrete_function(same, same), same, same)
+trace = DirectCall(difference.get_concrete_function(same, same), same, same)
 assert trace(3 * same, same).numpy().tolist() == [2.0, 2.0]
 """
 

@@ -19,7 +19,7 @@ Key = Callable[[], Hashable | None]
 _keys: list[Key] = []
 
 
-def trace_apart(key: Key) -> None:
+def add_trace_key(key: Key) -> None:
     """Keep separate traces for each value of `key()` from now on; None changes nothing. Safe to call twice."""
     if key in _keys:
         return

@@ -11,7 +11,7 @@ from typing import Any
 from phalanx.arrays.tree import leaves
 
 
-class ConcreteCall:
+class DirectCall:
     """A direct call of one of TensorFlow's concrete functions.
 
     Args:
