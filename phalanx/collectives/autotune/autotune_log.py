@@ -1,4 +1,4 @@
-"""Reports what autotuning tried and chose."""
+"""Reports the trials and choices of autotuning."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class AutotuneLog:
     """Writes the results of searches to the program's log and to a tab-separated file.
 
     Args:
-        path: The file; None for the program's log only.
-        append: Whether to keep what the file already contains, instead of starting it with a header line.
+        path: File to write; None for the program's log only.
+        append: Whether to keep the existing contents of the file, instead of starting it with a header line.
     """
 
     def __init__(self, path: Path | None, *, append: bool = False):
@@ -28,7 +28,7 @@ class AutotuneLog:
         """Report a finished search.
 
         Args:
-            subject: What was tuned, for example `all-reduce of 1 MiB`.
+            subject: Subject of the search, for example `all-reduce of 1 MiB`.
         """
         rows = [f"{subject}\t{result.plan}\t{result.cost * 1e3:.3g}\n" for result in search.results]
         self._write("".join([*rows, f"{subject}\tchosen: {search.choice}\t\n"]), "a")

@@ -1,14 +1,15 @@
-"""All-reduces that measure, in their first calls, which algorithm, chunk size and pack size are fastest.
+"""Measures in the first all-reduces which algorithm, chunk size and pack size are fastest.
 
-Message sizes differ by orders of magnitude, and so do their best plans: each power of two of bytes has a search of its
-own (see `trial_search`). The trials are the program's own calls, so no work is wasted and the real load is measured.
+Message sizes differ by orders of magnitude, and so do their best plans. Each power of two of bytes therefore has its
+own search (see `trial_search`). The trials are the program's own calls, so no work is wasted and the real load is
+measured.
 
 All ranks see the same calls, so they try the same plans. A rank measures the time until it has its result, which for
-early ranks is mostly waiting. The minimum over the ranks is the time of the rank that came last: the cost of the
+early ranks is mostly waiting. The minimum over the ranks is the time of the rank that arrived last: the cost of the
 algorithm itself. The ranks exchange these minima at the end of each round, within the call that ends it.
 
-Different algorithms add in different orders. All ranks still get the same bits, but another run of the job may choose
-another algorithm and round differently.
+Different algorithms add in different orders. All ranks still get the same bits, but another run of the job may choose a
+different algorithm and round differently.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class AllReducePlan(NamedTuple):
     """How to all-reduce messages of about one size.
 
     Attributes:
-        algorithm: The algorithm's name.
-        chunk_bytes: Bytes that are merged and passed on at a time.
+        algorithm: Name of the algorithm.
+        chunk_bytes: Number of bytes that are merged and passed on at a time.
         pack_bytes: Size of the buffers into which small arrays are packed; 0 for algorithms without packing.
     """
 
@@ -63,7 +64,7 @@ class TunableAlgorithm(CollectiveAlgorithm, Protocol):
         ...
 
     def set_sizes(self, chunk_bytes: int, pack_bytes: int) -> None:
-        """Use other sizes from the next call on; every rank does so at the same call."""
+        """Use other sizes from the next call on. Every rank must do so at the same call."""
         ...
 
 
@@ -72,7 +73,7 @@ class AutotunedAlgorithm:
 
     Args:
         algorithms: Algorithms among the same ranks, by name; the first one is the default.
-        log: Reports the choices; None on ranks that do not report.
+        log: Log of the choices; None on ranks that do not report.
     """
 
     def __init__(self, algorithms: Mapping[str, TunableAlgorithm], log: AutotuneLog | None):
@@ -127,7 +128,7 @@ class AutotunedAlgorithm:
             algorithm.close()
 
     def _use_default(self) -> TunableAlgorithm:
-        # With the sizes of the last trial, if it was one of this algorithm: they are the same on every rank.
+        # With the sizes of the last trial of this algorithm, if any: they are the same on every rank.
         self._last_used = self._default
         return self._default
 
@@ -166,7 +167,7 @@ class AutotunedAlgorithm:
 
 
 def _size_class(size: int) -> int:
-    """The exponent of the nearest power of two."""
+    """Exponent of the nearest power of two."""
     return min(LARGEST_CLASS, round(math.log2(size)))
 
 

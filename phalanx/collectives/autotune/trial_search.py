@@ -2,13 +2,13 @@
 
 Theory
 ------
-The search starts from the default plan and refines it one dimension at a time. A *round* tries several plans in turn,
-several times, forwards and backwards, so that a drift affects all of them alike; the first pass does not count. The
+The search starts with the default plan and refines it one dimension at a time. A *round* tries several plans in turn,
+several times, forward and backward, so that a drift affects all of them equally; the first pass does not count. The
 plan with the lowest median starts the next round. The last round compares the best plan with the default again, and the
-default stays unless the other plan is better by more than a margin and more than the costs scatter. So the choice is
+default stays unless the other plan is better by more than a margin and the scatter of the costs. The choice is thus
 never worse than the default by more than noise, whatever happened in earlier rounds.
 
-When several ranks search together, they merge their costs at the end of each round, so all of them decide alike.
+When several ranks search together, they merge their costs at the end of each round, so all make the same decision.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class TrialSearch(Generic[P]):
     Use `plan`, measure what it costs, `record` the cost, and repeat until `choice` is set.
 
     Args:
-        default: The plan to keep if no other is better.
-        refinements: Functions that take the best plan so far and return the plans to compare with it, one function for
-            each round.
+        default: Plan to keep if no other is better.
+        refinements: Functions that take the best plan so far and return the plans to compare with it, one function per
+            round.
         repeats: Measurements of each plan in a round.
         final_repeats: Measurements of each plan in the last round.
 
     Attributes:
         results: Every comparison so far, in order.
-        choice: The plan to keep; None while the search runs.
+        choice: Plan to keep; None while the search runs.
     """
 
     def __init__(
@@ -84,13 +84,13 @@ class TrialSearch(Generic[P]):
         return self._plans[self._order[len(self._costs)]] if self.choice is None else self.choice
 
     def record(self, cost: float, merge_costs: MergeCosts) -> None:
-        """Add a measurement of `plan`. The last one of a round ends it: every rank then calls `merge_costs`."""
+        """Add a measurement of `plan`. The last one of a round ends the round; every rank then calls `merge_costs`."""
         self._costs.append(cost)
         if len(self._costs) == len(self._order):
             self._end_round(merge_costs(self._costs))
 
     def _end_round(self, costs: Sequence[float]) -> None:
-        first = len(self._plans)  # The first pass does not count.
+        first = len(self._plans)  # the first pass does not count
         by_plan: list[list[float]] = [[] for _ in self._plans]
         for number, cost in zip(self._order[first:], costs[first:], strict=True):
             by_plan[number].append(cost)

@@ -1,1 +1,1 @@
-"""Collectives over host memory: shared memory inside a host, links between hosts."""
+"""Collectives over host memory: shared memory within a host, links between hosts."""

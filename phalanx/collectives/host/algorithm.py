@@ -14,20 +14,20 @@ from phalanx.collectives.fusion_layout import FusionLayout, byte_view
 from phalanx.collectives.operation import CollectiveCall
 
 Views = Sequence[memoryview]
-"""Byte views that are sent or filled one after the other."""
+"""Byte views that are sent or filled one after another."""
 
 
 @dataclass(slots=True)
 class Reduction:
-    """One all-reduce, as an algorithm receives it.
+    """An all-reduce as passed to an algorithm.
 
     Attributes:
         layouts: The arrays, grouped by dtype.
         inputs: Flat contiguous arrays.
         outputs: Flat contiguous arrays of the inputs' dtypes, or of their wire dtypes. They may be the inputs.
-        scales: A factor for each input.
+        scales: One factor per input.
         op: How to merge.
-        divisor: Divides the merged values (for MEAN).
+        divisor: Divisor of the merged values (for MEAN).
     """
 
     layouts: tuple[FusionLayout, ...]
@@ -50,7 +50,7 @@ class CollectiveAlgorithm(Protocol):
 
     @property
     def name(self) -> str:
-        """How the last collective moved its values, for messages."""
+        """Description of how the last collective moved its values, for messages."""
         ...
 
     def all_reduce(self, call: CollectiveCall, reduction: Reduction) -> None:
@@ -58,39 +58,39 @@ class CollectiveAlgorithm(Protocol):
         ...
 
     def all_gather(self, call: CollectiveCall, parts: Sequence[Views]) -> None:
-        """Fill `parts[p]` with that of position p. This rank's own is complete. With a single part that is not empty it
-        is a broadcast; without any, a barrier."""
+        """Fill `parts[p]` with the part of position p. This rank's part is already complete. With a single non-empty
+        part, this is a broadcast; with none, a barrier."""
         ...
 
     def all_to_all(
         self, call: CollectiveCall, outgoing: Sequence[Views], incoming: Sequence[Views], sizes: Sequence[Sequence[int]]
     ) -> None:
-        """Send `outgoing[p]` to position p and fill `incoming[p]` with what p sends here, this rank's own included.
+        """Send `outgoing[p]` to position p and fill `incoming[p]` with what p sends here, including this rank itself.
 
         Args:
             call: The running collective.
-            outgoing: One payload for each position.
-            incoming: Memory for one payload from each position.
-            sizes: `sizes[p][q]` bytes go from p to q.
+            outgoing: One payload per position.
+            incoming: Memory for one payload per position.
+            sizes: `sizes[p][q]` is the number of bytes from p to q.
         """
         ...
 
     def fail(self) -> None:
-        """This rank gives up: let no other rank continue as if it had done its part."""
+        """Give up, and prevent other ranks from continuing as if this rank had done its part."""
         ...
 
     def close(self) -> None: ...
 
 
 def broadcast(algorithm: CollectiveAlgorithm, call: CollectiveCall, views: Views, root: int) -> None:
-    """Fill `views` with those of position `root`."""
+    """Fill `views` with the views of position `root`."""
     algorithm.all_gather(call, [views if position == root else [] for position in range(len(algorithm.ranks))])
 
 
 def exchange_sizes(
     algorithm: CollectiveAlgorithm, call: CollectiveCall, position: int, own: Sequence[int]
 ) -> list[list[int]]:
-    """Every rank's `own` (equally many numbers on each), in rank order."""
+    """Return every rank's `own`, in rank order. All ranks pass the same number of sizes."""
     table = np.empty((len(algorithm.ranks), len(own)), np.int64)
     table[position] = own
     algorithm.all_gather(call, [[byte_view(row)] for row in table])
@@ -98,7 +98,7 @@ def exchange_sizes(
 
 
 def copy_views(source: Views, target: Views) -> None:
-    """Copy byte views to others of the same total length, whose boundaries may differ."""
+    """Copy byte views to views of the same total length. Their boundaries may differ."""
     position = offset = 0
     for view in source:
         start = 0

@@ -1,5 +1,4 @@
-"""Checks of a collective's arguments, before any of them travels: a rank that raised later would let the others
-hang."""
+"""Checks a collective's arguments before any of them is sent: if a rank raised later, the others would hang."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ from phalanx.errors import ConfigurationError
 
 
 def native(array: Any) -> Array:
-    """The array in this host's byte order: ranks compare dtypes by name, and backends know no other order."""
+    """Convert an array to this host's byte order. Ranks compare dtypes by name, and backends support no other order."""
     own: Array = np.asarray(array)
     return own if own.dtype.isnative else own.astype(own.dtype.newbyteorder("="))
 
 
 def native_without_objects(name: str, arrays: Sequence[Any]) -> list[Array]:
-    """The arrays in this host's byte order. Raises ConfigurationError for arrays of Python objects."""
+    """Convert arrays to this host's byte order. Raises ConfigurationError for arrays of Python objects."""
     checked = [native(array) for array in arrays]
     if any(array.dtype.hasobject for array in checked):
         raise ConfigurationError(
@@ -39,14 +38,14 @@ def prepare_reduction(
     out: Sequence[Array] | None,
     world_size: int,
 ) -> tuple[Operation, Reduction, list[Array]]:
-    """The operation, the reduction and the result arrays of an all-reduce. Raises ConfigurationError."""
+    """Return the operation, the reduction and the result arrays of an all-reduce. Raises ConfigurationError."""
     arrays = [native(array) for array in arrays]
     operation = prepare_all_reduce(op, kinds_of(arrays))
     results = output_arrays("all_reduce", arrays, out)
     reduction = Reduction(
         operation.layouts,
-        [array.ravel() for array in arrays],  # Copies those that are not contiguous.
-        [array.ravel() for array in results],  # Views, because these are contiguous: what is written here arrives.
+        [array.ravel() for array in arrays],  # copies arrays that are not contiguous
+        [array.ravel() for array in results],  # views, because these are contiguous: writes reach the results
         scale_factors(arrays, op, scale),
         op,
         world_size if op is ReduceOp.MEAN else 1,
@@ -55,7 +54,7 @@ def prepare_reduction(
 
 
 def scale_factors(arrays: Sequence[Array], op: ReduceOp, scale: float | Sequence[float]) -> list[float]:
-    """The factor of each array; 1 for integers, which only a factor of 0 affects.
+    """Return the factor of each array; 1 for integers, which only a factor of 0 affects.
 
     Raises: ConfigurationError for a wrong number of factors, or for factors with an operation other than SUM.
     """
@@ -75,14 +74,14 @@ def scale_factors(arrays: Sequence[Array], op: ReduceOp, scale: float | Sequence
 
 
 def output_arrays(name: str, arrays: Sequence[Array], out: Sequence[Array] | None) -> list[Array]:
-    """The arrays that receive a collective's results: `out`, or new ones.
+    """Return the arrays that receive a collective's results: `out`, or new arrays.
 
     Args:
-        name: The collective, for messages.
-        arrays: The inputs; outputs have the same shapes and dtypes.
-        out: What the caller passed.
+        name: Name of the collective, for messages.
+        arrays: Inputs; outputs have the same shapes and dtypes.
+        out: Outputs that the caller passed, if any.
 
-    Raises: ConfigurationError for outputs of another shape or dtype, or that are not contiguous.
+    Raises: ConfigurationError for outputs of a different shape or dtype, or that are not contiguous.
     """
     if out is None:
         return [np.empty(array.shape, array.dtype) for array in arrays]
@@ -109,7 +108,7 @@ def check_root(root: int, world_size: int) -> None:
 
 
 def check_all_to_all(arrays: Sequence[Array], world_size: int) -> None:
-    """Raise ConfigurationError unless there is one array for each rank, alike but for the first dimension."""
+    """Raise ConfigurationError unless there is one array per rank, equal except for the first dimension."""
     if len(arrays) != world_size:
         raise ConfigurationError(
             f"all_to_all got {len(arrays)} arrays; it takes one for each of the {world_size} ranks."

@@ -1,11 +1,11 @@
-"""A channel: packets over one link, sent and received without ever blocking.
+"""A channel: packets over one link, sent and received without blocking.
 
-A packet is a fixed header and a payload. The payload of a data packet is not stored here: the reader of the packet says
-where its bytes go, so that they are written once, to where they are needed.
+A packet is a fixed header and a payload. The payload of a data packet is not stored here: the reader of the packet
+provides the memory, so that the bytes are written only once, to where they are needed.
 
-A link has one channel for its life, even if several communicators use it one after the other, because a packet may be
-half sent or half read when one of them fails or is closed. Each communicator has an *epoch*, which is in every packet:
-packets of an older epoch are read and dropped, those of a newer epoch wait.
+A link has one channel for its lifetime, even if several communicators use it one after another, because a packet may be
+half sent or half read when one of them fails or is closed. Each communicator has an *epoch*, which is part of every
+packet: packets of an older epoch are read and dropped, packets of a newer epoch wait.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from phalanx.transport.throttle import Throttle, first_bytes
 from phalanx.transport.wires import skip_bytes
 
 MAX_MESSAGE_BYTES = 16 * 2**20
-"""Limit on packets that are stored whole (descriptions, errors): far above the list of a large model's arrays, 100
-bytes each."""
+"""Limit on packets that are stored completely (descriptions, errors): far above the list of a large model's arrays,
+100 bytes each."""
 
 _HEADER = struct.Struct("<HHIQQQ")  # magic, kind, epoch, call, signature, length
 _MAGIC = 0x9C1A
@@ -39,9 +39,9 @@ class PacketKind(enum.IntEnum):
     WAKE = 2
     """Look at the shared memory again."""
     PRESENT = 3
-    """This rank has come to collective `call` and waits for others."""
+    """This rank has arrived at collective `call` and waits for others."""
     DESCRIBE = 4
-    """What this rank called, because calls differ."""
+    """This rank's call, because the calls of the ranks differ."""
     ABORT = 5
     """This rank has failed, for the reason in the payload."""
     LEAVE = 6
@@ -53,10 +53,10 @@ class PacketHeader(NamedTuple):
 
     Attributes:
         kind: See `PacketKind`.
-        epoch: The epoch of the communicator that sent it.
-        call: The number of the collective it belongs to.
-        signature: The signature of that collective's operation.
-        length: Bytes of payload that follow.
+        epoch: Epoch of the communicator that sent it.
+        call: Number of the collective that it belongs to.
+        signature: Signature of that collective's operation.
+        length: Number of payload bytes that follow.
     """
 
     kind: PacketKind
@@ -70,23 +70,23 @@ class Channel:
     """Packets to and from one peer. The link belongs to the membership and is not closed here.
 
     Attributes:
-        epoch: The epoch of the communicator that uses the channel now; set by `open`.
-        remaining: Bytes of the current packet's payload that have not been read.
-        sent: Bytes that the kernel has taken so far.
+        epoch: Epoch of the communicator that uses the channel now; set by `open`.
+        remaining: Number of bytes of the current packet's payload that have not been read.
+        sent: Number of bytes that the kernel has accepted so far.
     """
 
     def __init__(self, link: Link):
-        # Weak, because the table of channels is keyed by links, which it must not keep alive.
+        # Weak, because the table of channels has links as keys and must not keep them alive.
         self._link = weakref.ref(link)
         self.epoch = 0
         self.remaining = 0
         self.sent = 0
-        self._outgoing: list[memoryview] = []  # from the first byte that the kernel has not taken
-        self._offered = 0  # how many of them the link was offered and has not taken
+        self._outgoing: list[memoryview] = []  # from the first byte that the kernel has not accepted
+        self._offered = 0  # how many of them were offered to the link and not accepted
         self._raw = memoryview(bytearray(_HEADER.size))
-        self._filled = 0  # bytes of `_raw`
+        self._filled = 0  # valid bytes in `_raw`
         self._header: PacketHeader | None = None  # of the current packet; None between two packets
-        self._message: memoryview | None = None  # the current packet's payload, if it is stored here
+        self._message: memoryview | None = None  # payload of the current packet, if it is stored here
 
     @property
     def link(self) -> Link:
@@ -95,9 +95,9 @@ class Channel:
         return link
 
     def open(self, generation: int) -> None:
-        """Hand the channel to a new communicator: the next epoch of this generation starts."""
-        # Each end counts for itself. In one generation both create the same communicators, one after the other. The
-        # next generation begins above all of them, also if an end has not come to the last one.
+        """Hand the channel to a new communicator, and start the next epoch of this generation."""
+        # Each end counts separately. Within a generation, both create the same communicators, one after another. The
+        # next generation begins above all of them, even if one end has not reached the last one.
         self.epoch = max(generation << 16, self.epoch) + 1
 
     # ----------------------------------------------------------------- sending
@@ -119,19 +119,18 @@ class Channel:
         self._outgoing.extend(payload)
 
     def flush(self, throttle: Throttle | None = None) -> bool:
-        """Hand as many queued bytes to the kernel as it takes now; returns whether it took any. Raises
-        LinkClosedError."""
+        """Hand queued bytes to the kernel, and return whether it accepted any. Raises LinkClosedError."""
         if not self._outgoing:
             return False
         pieces = self._outgoing
         if throttle is not None:
-            # Never fewer than before, though other links may have spent the tokens: see `Link.try_send`.
+            # Never fewer than before, although other links may have spent the tokens: see `Link.try_send`.
             self._offered = max(self._offered, throttle.available(self.outgoing))
             pieces = first_bytes(pieces, self._offered)
         try:
             count = self.link.try_send(pieces)
         except LinkClosedError:
-            # What the peer sent before it left (its reason, perhaps) can still be read.
+            # What the peer sent before it left, such as its reason, can still be read.
             self._outgoing = []
             raise
         if count:
@@ -145,7 +144,7 @@ class Channel:
     # --------------------------------------------------------------- receiving
 
     def header(self) -> PacketHeader | None:
-        """The header of the current packet, None if it has not arrived completely. Raises LinkClosedError."""
+        """Return the header of the current packet; None if it has not arrived completely. Raises LinkClosedError."""
         while self._header is None:
             count = self.link.try_receive_into(self._raw[self._filled :])
             if not count:
@@ -157,13 +156,13 @@ class Channel:
         return self._header
 
     def read_into(self, view: memoryview) -> int:
-        """Read some of the current packet's payload; returns the number of bytes. Raises LinkClosedError."""
+        """Read a part of the current packet's payload, and return its number of bytes. Raises LinkClosedError."""
         count = self.link.try_receive_into(view)
         self.remaining -= count
         return count
 
     def message(self) -> memoryview | None:
-        """The whole payload of the current packet, None if it has not arrived completely."""
+        """Return the whole payload of the current packet; None if it has not arrived completely."""
         if self._message is None:
             self._message = memoryview(bytearray(self.remaining))
         while self.remaining:
@@ -172,7 +171,7 @@ class Channel:
         return self._message
 
     def discard(self) -> bool:
-        """Read past the current packet; returns whether all of it had arrived."""
+        """Skip the current packet, and return whether all of it had arrived."""
         while self.remaining:
             if not self.read_into(_SINK[: self.remaining]):
                 return False
@@ -187,7 +186,7 @@ class Channel:
 
     @property
     def parked(self) -> bool:
-        """Whether a packet has begun, so that nothing more is read from the link until a receiver takes it."""
+        """Whether a packet has begun. Nothing more is then read from the link until a receiver takes it."""
         return self._header is not None
 
     def _parse(self) -> PacketHeader:
@@ -208,5 +207,5 @@ _channels: weakref.WeakKeyDictionary[Link, Channel] = weakref.WeakKeyDictionary(
 
 
 def channel_of(link: Link) -> Channel:
-    """The channel of a link: the same one each time."""
+    """Return the channel of a link, always the same one."""
     return _channels.setdefault(link, Channel(link))

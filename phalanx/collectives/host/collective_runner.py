@@ -27,18 +27,19 @@ T = TypeVar("T")
 
 
 class CollectiveRunner:
-    """The order, deadlines and failure of a communicator's collectives.
+    """Controls the order, deadlines and failure of a communicator's collectives.
 
     After an error, every later collective raises the same error.
 
     Args:
-        timeout_s: How long one collective may take.
+        timeout_s: Maximum duration of a collective.
 
     Attributes:
-        algorithm: Moves the values. May be replaced between two collectives, at the same point on all ranks.
-        mesh: The channels to the other ranks.
-        stalls: Decides what happens if a collective waits for long.
-        started: How many collectives this rank has started.
+        algorithm: Algorithm that moves the values. May be replaced between two collectives, at the same point on all
+            ranks.
+        mesh: Channels to the other ranks.
+        stalls: Watch that acts if a collective waits for a long time.
+        started: Number of collectives that this rank has started.
     """
 
     def __init__(self, mesh: Mesh, algorithm: CollectiveAlgorithm, timeout_s: float):
@@ -47,7 +48,7 @@ class CollectiveRunner:
         self.stalls = mesh.stalls
         self.started = 0
         self._timeout_s = timeout_s
-        self._turn = threading.Lock()  # Held while a collective runs: one at a time.
+        self._turn = threading.Lock()  # held while a collective runs: one at a time
         self._waited_s = 0.0
         self._running_since: float | None = None  # by `time.monotonic`; None between collectives
         self._thread: CollectiveThread | None = None  # from the first `submit` on
@@ -58,17 +59,17 @@ class CollectiveRunner:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank has spent in collectives, the running one included. May be read from any thread."""
-        since = self._running_since  # read once: the thread that runs the collective resets it
+        """Seconds that this rank has spent in collectives, including the running one. May be read from any thread."""
+        since = self._running_since  # read only once: the thread that runs the collective resets it
         return self._waited_s + (0.0 if since is None else time.monotonic() - since)
 
     def run(self, operation: Operation, body: Callable[[CollectiveCall], T], nbytes: int = 0) -> T:
-        """Run a collective after all that were submitted before.
+        """Run a collective after all that were submitted before it.
 
         Args:
-            operation: What is called; all ranks must call the same.
-            body: Moves the values.
-            nbytes: The bytes that this rank contributes, if `operation` does not say it.
+            operation: Operation of the call; all ranks must call the same.
+            body: Function that moves the values.
+            nbytes: Number of bytes that this rank contributes, if not given by `operation`.
         """
         if self._thread is not None:
             self._thread.drain()  # before `_turn` is taken, which the thread needs
@@ -77,7 +78,7 @@ class CollectiveRunner:
             call = self._begin(operation)
             self._running_since = call.started
             try:
-                # Infinities and NaN are values here, not mistakes: overflow is found where gradients are unscaled.
+                # Infinities and NaN are valid values here: overflow is detected when gradients are unscaled.
                 with np.errstate(all="ignore"):
                     return self._recorded(call, body, nbytes) if timeline.current.on else body(call)
             except BaseException as error:
@@ -88,7 +89,7 @@ class CollectiveRunner:
                 self._waited_s += time.monotonic() - call.started
 
     def submit(self, name: str, body: Callable[[], Any]) -> PendingHandle:
-        """Run a function in the background, in its turn among the collectives."""
+        """Run a function in the background, in order with the collectives."""
         self.check_usable()
         if self._thread is None:
             self._thread = CollectiveThread(f"phalanx-collectives-{self.mesh.membership.rank}")
@@ -99,23 +100,24 @@ class CollectiveRunner:
         if self._is_closed:
             raise PhalanxError(f"the communicator of rank {self.mesh.membership.rank} is closed; connect again.")
         if self._failure is not None:
-            # The same object, so that late callers see the cause, and the exit code tells it.
+            # The same object, so that later callers see the cause, and the exit code reflects it.
             raise self._failure
 
     def interrupt(self) -> None:
-        """Let a collective that waits in another thread fail with a PhalanxError; the other ranks get to know it."""
+        """Make a collective that waits in another thread fail with a PhalanxError, and notify the other ranks."""
         self.mesh.is_interrupted = True
 
     def give_up(self, error: BaseException) -> None:
-        """Fail with this error and tell the others: in the next collective, not in one that they may still finish."""
+        """Fail with this error, and notify the others: in the next collective, not in one that they may still
+        finish."""
         if self._failure is None and not self._is_closed:
             with self._turn:
-                # A number of its own: peers that are one behind ignore the ABORT until they have finished theirs.
+                # With the next number: peers that are one behind ignore the ABORT until they have finished theirs.
                 self._begin(prepare("barrier"))
                 self._fail(error)
 
     def close(self) -> None:
-        """Cut short a collective that runs in the background, and free what the algorithm owns. Safe to call twice."""
+        """Cancel a collective that runs in the background, and free the algorithm's resources. Safe to call twice."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -125,14 +127,14 @@ class CollectiveRunner:
                 rank = self.mesh.membership.rank
                 _log.warning("rank %d: a collective is still running; its memory is not freed.", rank)
                 return
-        if self._failure is None:  # after a failure the peers have an ABORT, or descriptions, instead
+        if self._failure is None:  # after a failure, the peers have received an ABORT or descriptions instead
             self.mesh.send_all(PacketKind.LEAVE, b"", DELIVERY_TIMEOUT_S)
         self.algorithm.close()
 
     def leave_to_parent(self) -> None:
-        """Refuse every collective, in a fork of the process that this communicator belongs to."""
+        """Refuse every collective in a fork of the process that owns this communicator."""
         self._turn = threading.Lock()  # another thread may have held it
-        self._thread = None  # a fork has none of its parent's threads
+        self._thread = None  # a fork has none of the parent's threads
         me = self.mesh.membership.local_member
         self._failure = self._failure or UnsupportedError(
             f"pid {os.getpid()}, a fork of {me.task} (rank {me.rank}, pid {me.pid}) such as a worker of a DataLoader, "
@@ -164,19 +166,19 @@ class CollectiveRunner:
             timeline.current.complete(mesh.track, operation.description.name, started, args)
 
     def _fail(self, error: BaseException) -> None:
-        """End this communicator: no rank may take the running collective for done."""
+        """Fail this communicator, so that no rank considers the running collective complete."""
         self._failure = error
         self.algorithm.fail()
         self.mesh.abort(error)
         _log.debug("rank %d: %s", self.mesh.membership.rank, error)
 
 
-_runners: weakref.WeakSet[CollectiveRunner] = weakref.WeakSet()  # those with other ranks
+_runners: weakref.WeakSet[CollectiveRunner] = weakref.WeakSet()  # all runners with other ranks
 
 
 def _leave_to_parent() -> None:
-    """In a forked child: it has the memory in which the ranks meet, and whatever it did there would count as done by
-    its parent."""
+    """In a forked child: disable its runners. The child shares the memory in which the ranks synchronize, and its
+    actions there would count as its parent's."""
     for runner in list(_runners):
         runner.leave_to_parent()
 

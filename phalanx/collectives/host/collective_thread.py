@@ -1,7 +1,7 @@
-"""Asynchronous collectives: one background thread for each communicator, started when it is first needed.
+"""Asynchronous collectives: one background thread per communicator, started when it is first needed.
 
-All ranks must call collectives in the same order. So there is one queue, and a blocking call waits until the queue is
-empty before it runs in the caller's own thread.
+All ranks must call collectives in the same order. There is therefore one queue, and a blocking call waits until the
+queue is empty before it runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class PendingHandle:
     """The result of a submitted collective; see `communicator.Handle`.
 
     Args:
-        name: What was submitted, for messages.
+        name: Name of the submitted function, for messages.
     """
 
     def __init__(self, name: str):
@@ -51,15 +51,15 @@ class CollectiveThread:
     """A thread that runs submitted functions in order.
 
     Args:
-        name: The thread's name.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str):
         self._queue: queue.SimpleQueue[tuple[PendingHandle, Callable[[], Any]] | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()  # Protects `_pending` and `_is_stopped`.
+        self._changed = threading.Condition()  # protects `_pending` and `_is_stopped`
         self._pending = 0
         self._is_stopped = False
-        # A daemon, so that a program that forgets to close the communicator can exit.
+        # A daemon thread, so that a program that does not close the communicator can exit.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -70,18 +70,18 @@ class CollectiveThread:
             if self._is_stopped:
                 raise PhalanxError(f"{name}: the communicator is closed.")
             self._pending += 1
-            self._queue.put((handle, body))  # under the lock: what follows the None of `stop` would never finish
+            self._queue.put((handle, body))  # under the lock: anything after the None of `stop` would never finish
         return handle
 
     def drain(self) -> None:
-        """Return when everything submitted has finished or failed. Returns at once if called by this thread itself."""
+        """Wait until everything submitted has finished or failed. Returns at once if called by this thread itself."""
         if self._thread is threading.current_thread():
             return
-        with self._changed:  # each function is a collective, which ends in time
+        with self._changed:  # each function is a collective, which has a deadline
             self._changed.wait_for(lambda: self._pending == 0)
 
     def stop(self, timeout_s: float) -> bool:
-        """Let functions that have not started fail; returns whether the thread ended in time."""
+        """Make functions that have not started fail, and return whether the thread ended in time."""
         with self._changed:
             if not self._is_stopped:
                 self._is_stopped = True
@@ -98,7 +98,7 @@ class CollectiveThread:
                 if self._is_stopped:
                     raise PhalanxError(f"{handle.name}: the communicator was closed before this began.")
                 handle.finish(body())
-            except BaseException as error:  # It belongs to the caller of `wait`.
+            except BaseException as error:  # for the caller of `wait`
                 handle.finish(error=error)
             # The caller's arrays must not stay alive in this frame until the next item.
             del item, handle, body

@@ -1,13 +1,12 @@
-"""Collectives of several processes on several hosts, composed of two algorithms.
+"""Collectives of several processes on several hosts, composed from two algorithms.
 
 The ranks of one host form a group; the first rank of each host, its *leader*, is also in a group of leaders. A
 collective runs within the hosts, then among the leaders, then within the hosts again. Hosts may have different numbers
-of ranks. Each value crosses the network once for each host instead of once for each rank, and the network is what
-costs: the steps within a host are an order of magnitude cheaper.
+of ranks. Each value crosses the network once per host instead of once per rank, and the network dominates the
+cost: the steps within a host are an order of magnitude cheaper.
 
-Partial sums of narrow floats stay in float32 between the steps. The order of merging is that of ranks within
-a host, then that of hosts, so the bits are the same on every rank and in every run, but not those of one flat
-reduction.
+Partial sums of narrow floats stay in float32 between the steps. Values are merged in rank order within a host, then in
+host order, so the bits are the same on every rank and in every run, but differ from those of a flat reduction.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from phalanx.collectives.reduction import finish
 
 
 class HierarchicalAlgorithm:
-    """All ranks of a membership, by way of their hosts.
+    """Merges over all ranks of a membership, first within and then between hosts.
 
     Args:
         membership: All ranks and their hosts.
-        local: The algorithm of this host's ranks.
-        leaders: The algorithm of the first ranks of all hosts; None on a rank that is not one of them.
-        whole: An algorithm of all ranks, for collectives that merge nothing on the way.
+        local: Algorithm of this host's ranks.
+        leaders: Algorithm of the first ranks of all hosts; None on other ranks.
+        whole: Algorithm of all ranks, for collectives that merge nothing.
     """
 
     name = "hierarchical"
@@ -50,22 +49,22 @@ class HierarchicalAlgorithm:
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """See `TunableAlgorithm.sizes`: those of the leaders' ring. All rings start with the same sizes."""
+        """See `TunableAlgorithm.sizes`: the sizes of the leaders' ring. All rings start with the same sizes."""
         return self._whole.sizes
 
     def set_sizes(self, chunk_bytes: int, pack_bytes: int) -> None:
-        """See `TunableAlgorithm.set_sizes`: between hosts; within a host nothing changes."""
+        """See `TunableAlgorithm.set_sizes`. Applies between hosts; nothing changes within a host."""
         if self._leaders is not None:
             self._leaders.set_sizes(chunk_bytes, pack_bytes)
 
     def all_reduce(self, call: CollectiveCall, reduction: Reduction) -> None:
-        partial = list(reduction.outputs)  # sums of one host, in the wire dtype until all hosts have theirs in
+        partial = list(reduction.outputs)  # sums of one host, in the wire dtype until all hosts are merged
         for layout in reduction.layouts:
             for index in layout.indices:
                 if partial[index].dtype != layout.wire:
                     partial[index] = np.empty(partial[index].size, layout.wire)
         ones = [1.0] * len(partial)
-        # Scaled here, where each rank's values are still apart; divided below, once, by the number of all ranks.
+        # Scaled here, while each rank's values are separate; divided once, below, by the number of all ranks.
         self._local.all_reduce(
             call,
             Reduction(reduction.layouts, reduction.inputs, partial, reduction.scales, reduction.op, divisor=1),
@@ -86,7 +85,7 @@ class HierarchicalAlgorithm:
         if self._leaders is not None:
             self._leaders.all_gather(call, by_host)
         others = [view for host, views in enumerate(by_host) if host != self._host for view in views]
-        # Also if there is nothing new for this host: it tells its ranks that the leaders have met.
+        # Even if there is nothing new for this host: its ranks learn that the leaders have met.
         broadcast(self._local, call, others, 0)
 
     def all_to_all(

@@ -1,8 +1,8 @@
 """The communicator for arrays in host memory: arguments and results of each collective.
 
-One class serves all algorithms, so that arguments, results, errors and asynchronous calls are the same whether the
-values travel through shared memory, links or both. `argument_checks` checks, `CollectiveRunner` orders the calls, and a
-`CollectiveAlgorithm` moves the values.
+One class serves all algorithms, so that arguments, results, errors and asynchronous calls are the same whether values
+are sent through shared memory, links or both. `argument_checks` checks arguments, `CollectiveRunner` orders the calls,
+and a `CollectiveAlgorithm` moves the values.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ T = TypeVar("T")
 class HostCommunicator:
     """See `communicator.Communicator` for the contract. Created by `phalanx.collectives.connect`.
 
-    A context manager. Several threads may use it if they make sure that all ranks call in the same order.
+    A context manager. Several threads may use it if they ensure that all ranks call in the same order.
 
     Attributes:
-        kind: How values travel: `single`, `shared memory`, `ring` or `hierarchical`.
-        runner: Runs the collectives, one at a time.
+        kind: How values are sent: `single`, `shared memory`, `ring` or `hierarchical`.
+        runner: Runner of the collectives, one at a time.
     """
 
     def __init__(self, mesh: Mesh, algorithm: CollectiveAlgorithm, kind: str, timeout_s: float):
@@ -71,7 +71,7 @@ class HostCommunicator:
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank has spent in collectives, the running one included. May be read from any thread."""
+        """Seconds that this rank has spent in collectives, including the running one. May be read from any thread."""
         return self.runner.waited_s
 
     def __repr__(self) -> str:
@@ -94,8 +94,8 @@ class HostCommunicator:
         """See `Communicator.all_reduce`.
 
         Raises:
-            ConfigurationError: an argument is wrong. Nothing was sent.
-            CollectiveMismatchError, PeerLostError, CollectiveTimeoutError: see `Communicator`. The contents of `out`
+            ConfigurationError: An argument is invalid. Nothing was sent.
+            CollectiveMismatchError, PeerLostError, CollectiveTimeoutError: See `Communicator`. The contents of `out`
                 are then undefined.
         """
         operation, reduction, results = prepare_reduction(arrays, op, scale, out, self.world_size)
@@ -109,8 +109,8 @@ class HostCommunicator:
     def reduce_scatter(self, array: Array, op: ReduceOp = ReduceOp.SUM) -> Array:
         """See `Communicator.reduce_scatter`.
 
-        Each rank receives every rank's row for it and merges them in rank order. No algorithm can move fewer bytes
-        (Thakur, Rabenseifner and Gropp 2005 call it pairwise exchange).
+        Each rank receives its row from every rank and merges these rows in rank order. No algorithm can move fewer
+        bytes (Thakur, Rabenseifner and Gropp 2005 call this pairwise exchange).
         """
         source = np.ascontiguousarray(native(array))
         check_reducible(source.dtype, op)
@@ -129,7 +129,7 @@ class HostCommunicator:
         )
         result = np.empty(source.shape[1:], source.dtype)
         wire = wire_dtype(source.dtype)
-        with np.errstate(all="ignore"):  # as the runner sets it, which has ended
+        with np.errstate(all="ignore"):  # as in the runner, which has finished
             wide = [cast(row.reshape(-1), wire) for row in rows]
             merge_rows(wide, result.reshape(-1), op, ranks if op is ReduceOp.MEAN else 1)
         return result
@@ -141,7 +141,7 @@ class HostCommunicator:
         nbytes = sum(array.nbytes for array in arrays)
         operation = prepare("broadcast", f"root={root}", kinds_of(arrays), nbytes)
         results = output_arrays("broadcast", arrays, out)
-        if root == self.rank:  # which sends its results, so that it has them too
+        if root == self.rank:  # the root sends its results, so it needs them too
             for source, target in zip(arrays, results, strict=True):
                 np.copyto(target, source)
         buffers = [byte_view(array) for array in results]
@@ -165,7 +165,7 @@ class HostCommunicator:
         """See `Communicator.all_gather`."""
         (array,) = native_without_objects("all_gather", [array])
 
-        # Sizes and values in one collective: within a call, what a peer sends arrives in the order of `expect`.
+        # Sizes and values in one collective: within a call, packets of a peer arrive in the order of `expect`.
         def body(call: CollectiveCall) -> list[Array]:
             # 0-d arrays have no first dimension; reshaped, they count as one row.
             counts = exchange_sizes(self.runner.algorithm, call, self.rank, [array.shape[0] if array.ndim else 1])
@@ -215,5 +215,5 @@ class HostCommunicator:
         self.runner.run(prepare("barrier", what), lambda call: self.runner.algorithm.all_gather(call, nothing), nbytes)
 
     def close(self) -> None:
-        """See `Communicator.close`. Cuts short a collective that runs in the background."""
+        """See `Communicator.close`. Cancels a collective that runs in the background."""
         self.runner.close()

@@ -2,21 +2,21 @@
 
 Theory
 ------
-There is no helper thread. A rank that waits, for bytes or for a counter in shared memory, waits here, in one `poll` on
-*all* links. So it notices, wherever it waits, that
+There is no helper thread. A rank that waits for bytes or for a counter in shared memory waits here, in one `poll` on
+*all* links. It therefore always detects that
 
 - a member died (its link ended): `PeerLostError`;
 - a member failed (it sent ABORT with its reason): the same class of error here;
-- a member called something else (its packets have another signature, or it sent DESCRIBE): every rank then sends its
-  description to every other rank, and all raise `CollectiveMismatchError` with the same text;
-- the time is up: `CollectiveTimeoutError`, which names the ranks that have not come. To make them known, a rank that
+- a member called something else (its packets have a different signature, or it sent DESCRIBE): every rank then sends
+  its description to every other rank, and all raise `CollectiveMismatchError` with the same text;
+- the time is up: `CollectiveTimeoutError`, which names the ranks that have not arrived. To identify them, a rank that
   has waited for a while tells all others that it is PRESENT.
 
 `PeerFailures` and `StallWatch` decide on these; the mesh moves bytes and matches packets.
 
 A peer may be ahead: it has finished collective k and sends for k + 1 while this rank still waits for others in k. Its
-packet is then *parked*: the header is known, and the payload stays in the kernel until this rank gets there. Within one
-collective, the packets of a link arrive in the order in which they are wanted, so receives queue up for each peer.
+packet is then *parked*: the header is read, and the payload stays in the kernel until this rank gets there. Within a
+collective, the packets of a link arrive in the order in which they are needed, so receives are queued per peer.
 """
 
 from __future__ import annotations
@@ -41,44 +41,45 @@ from phalanx.transport.decoding import decode_message
 from phalanx.transport.throttle import Throttle
 
 DESCRIBE_S = 5.0
-"""How long a mismatch waits for the descriptions of all ranks. They have arrived or are on their way, unless a rank
-hangs."""
+"""How long a mismatch waits for the descriptions of all ranks. Unless a rank hangs, they have arrived or are on their
+way."""
 FLUSH_S = 0.5
-"""How long a failing rank tries to tell the others. They notice anyway, when its link ends."""
+"""How long a failing rank tries to notify the others. They notice anyway when its link ends."""
 POLL_S = 0.05
-"""Longest single wait. Everything that matters ends a wait at once; this bounds the effect of anything overlooked."""
+"""Longest single wait. Everything relevant ends a wait at once; this limits the effect of anything overlooked."""
 SPIN_S = 1e-3
-"""How long to look for bytes before sleeping in `poll`: as long as a message takes on most networks. Waking takes
+"""How long to spin for bytes before sleeping in `poll`: as long as a message takes on most networks. Waking up takes
 50 us on an idle core, and milliseconds on a shared one."""
 
 _FATAL = (PacketKind.DESCRIBE, PacketKind.ABORT)
-"""Packets that end a collective. From a peer that is ahead they wait: this rank can finish what the peer has
+"""Packets that end a collective. From a peer that is ahead, they wait: this rank can finish what the peer has
 finished."""
 
 _SETUP = CollectiveCall(0, Operation(CollectiveDescription("setup")), 0.0, 0.0)
-"""The call before the first collective. All packets of collectives are ahead of it."""
+"""The call before the first collective. Packets of all collectives are ahead of it."""
 
 
 class Mesh:
-    """The channels to all other members. One thread at a time may use it.
+    """Channels to all other members. Only one thread at a time may use it.
 
     Args:
-        membership: The members and the links to them.
-        throttle: Limits what this process sends, to simulate a slow network.
+        membership: Members and the links to them.
+        throttle: Limit on what this process sends, to simulate a slow network.
 
     Attributes:
-        call: The running collective, or the last one.
-        failures: Which peers died, failed or left.
-        stalls: Which peers have come to the running collective.
-        spin_s: How long to look for bytes before sleeping; 0 if there are more ranks than cores.
-        track: The timeline track of the collectives.
-        bytes_shared: Bytes that this rank has passed to others in shared memory, counted by those who pass them.
-        is_interrupted: Set from another thread to make the running collective give up.
+        call: Running or last collective.
+        failures: Peers that died, failed or left.
+        stalls: Peers that have arrived at the running collective.
+        spin_s: Seconds to spin for bytes before sleeping; 0 if there are more ranks than cores.
+        track: Timeline track of the collectives.
+        bytes_shared: Number of bytes that this rank has sent through shared memory, counted by the code that sends
+            them.
+        is_interrupted: Flag set by another thread to make the running collective give up.
     """
 
     def __init__(self, membership: Membership, throttle: Throttle | None = None):
         self.membership = membership
-        self.spin_s = SPIN_S if throttle is None else 0.0  # Long waits leave the core to those who compute.
+        self.spin_s = SPIN_S if throttle is None else 0.0  # long waits leave the core to others
         self.bytes_shared = 0
         self.track = timeline.COLLECTIVES
         self.is_interrupted = False
@@ -92,13 +93,13 @@ class Mesh:
         self.failures = PeerFailures(membership, self._channels)
         self.stalls = StallWatch(membership, self._channels)
         self._expected: dict[Rank, deque[PendingReceive]] = {}  # no empty queues: `run` waits while there is a key
-        self._sending: set[Rank] = set()  # peers to which `run` has to send something still
-        # While ranks exchange what they called after a mismatch; None for a peer that left without saying it.
+        self._sending: set[Rank] = set()  # peers with bytes that `run` still has to send
+        # Calls of the ranks, exchanged after a mismatch; None for a peer that left without sending it.
         self._descriptions: dict[Rank, CollectiveDescription | None] = {}
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of packets that this rank has sent over links, headers included."""
+        """Number of bytes that this rank has sent over links, including headers."""
         return sum(channel.sent for channel in self._channels.values()) - self._sent_before
 
     # ------------------------------------------------------------------- calls
@@ -116,7 +117,7 @@ class Mesh:
         idle = not channel.sending
         channel.post(PacketKind.DATA, self.call.number, self.call.signature, payload)
         self._sending.add(rank)
-        if idle:  # otherwise the kernel has refused what is queued before it
+        if idle:  # otherwise, the kernel is full, and earlier bytes are queued
             self._flush(rank)
 
     def expect(
@@ -126,14 +127,14 @@ class Mesh:
         self._expected.setdefault(rank, deque()).append(PendingReceive(views, on_arrival))
 
     def run(self) -> None:
-        """Return when everything expected has arrived and the kernel has taken everything sent."""
+        """Return when everything expected has arrived and the kernel has accepted everything sent."""
         if timeline.current.on and self._expected:
             self._record_wait()
         while self._expected or self._sending:
             self._make_progress()
 
     def notify(self, rank: Rank, kind: PacketKind = PacketKind.WAKE) -> None:
-        """Send an empty packet as a signal, unless other packets are queued: they will wake the peer as well."""
+        """Send an empty packet as a signal, unless other packets are queued, which wake the peer as well."""
         channel = self._channels[rank]
         if not channel.sending and rank not in self.failures.ended:
             channel.post(kind, self.call.number, self.call.signature)
@@ -144,8 +145,8 @@ class Mesh:
         """Wait until something happens on any link.
 
         Args:
-            needed: Returns the ranks without which this rank cannot continue. Called after the links were read, so that
-                what a member did before it left still counts.
+            needed: Function that returns the ranks without which this rank cannot continue. Called after reading the
+                links, so that what a member did before it left still counts.
 
         Raises: see the top of this file.
         """
@@ -162,10 +163,10 @@ class Mesh:
     # ----------------------------------------------------------------- endings
 
     def mismatch(self) -> NoReturn:
-        """The ranks called different things: exchange descriptions with all of them and raise."""
+        """Exchange descriptions with all ranks and raise, because the ranks called different things."""
         self._expected.clear()
         own = self.call.operation.description
-        # From here on `_receive` drops values and takes descriptions, whichever collective they are of.
+        # From here on, `_receive` drops values and accepts descriptions of any collective.
         self._descriptions[self.membership.rank] = own
         encoded = memoryview(msgspec.msgpack.encode(own))
         for channel in self._channels.values():
@@ -186,8 +187,8 @@ class Mesh:
         raise CollectiveMismatchError(explain_mismatch(silent | self._descriptions))
 
     def abort(self, error: BaseException) -> None:
-        """Tell all peers, if they listen, why this rank gives up. Raises nothing."""
-        if not isinstance(error, CollectiveMismatchError):  # Then every rank knows: that is how this one does.
+        """Tell all reachable peers why this rank gives up. Raises nothing."""
+        if not isinstance(error, CollectiveMismatchError):  # a mismatch is already known to every rank
             self._expected.clear()
             self.send_all(PacketKind.ABORT, msgspec.msgpack.encode(AbortNotice.of(error)), FLUSH_S)
 
@@ -206,7 +207,7 @@ class Mesh:
             self.pause(lambda: set(self._expected) | self._sending)
 
     def _advance(self) -> bool:
-        """Move the bytes that can move now; returns whether there were any."""
+        """Move the bytes that can move now, and return whether there were any."""
         moved = False
         for rank in tuple(self._sending):
             moved |= self._flush(rank)
@@ -215,8 +216,7 @@ class Mesh:
         return moved
 
     def _record_wait(self) -> None:
-        """Wait until every rank from which something is expected has sent its first byte; record that in the
-        timeline."""
+        """Wait for the first byte of every rank from which data is expected, and record the wait in the timeline."""
         started, first = timeline.now(), {rank: queue[0] for rank, queue in self._expected.items()}
         absent, last = set(first), self.membership.rank
         while absent:
@@ -229,7 +229,7 @@ class Mesh:
         timeline.current.complete(self.track, "wait", started, {"for": last})
 
     def _flush(self, rank: Rank) -> bool:
-        """Send what the kernel takes of a peer's queue; returns whether it took anything."""
+        """Send bytes of a peer's queue, and return whether the kernel accepted any."""
         channel = self._channels[rank]
         try:
             moved = channel.flush(self._throttle)
@@ -241,13 +241,13 @@ class Mesh:
         return moved
 
     def _receive(self, rank: Rank) -> bool:
-        """Read up to one packet from a peer; returns whether anything was read."""
+        """Read up to one packet from a peer, and return whether anything was read."""
         if rank in self.failures.ended:
             return False
         channel = self._channels[rank]
         try:
             header = channel.header()
-            if header is None or header.epoch > channel.epoch:  # of a communicator that is not open here yet
+            if header is None or header.epoch > channel.epoch:  # from a communicator that is not open here yet
                 return False
             if header.epoch < channel.epoch:
                 return channel.discard()
@@ -277,7 +277,7 @@ class Mesh:
             self.mismatch()
         queue = self._expected.get(rank)
         if not queue:
-            return False  # The peer is a stage ahead.
+            return False  # the peer is a stage ahead
         receive = queue[0]
         if header.length != receive.length:
             sender = member_names(self.membership, [rank])
@@ -296,7 +296,7 @@ class Mesh:
         return True
 
     def _handle(self, rank: Rank, header: PacketHeader, message: memoryview) -> None:
-        """Act on a packet without values. WAKE has had its effect: it ended the wait."""
+        """Act on a packet without values. WAKE needs no action: it has ended the wait."""
         if header.kind is PacketKind.PRESENT:
             self.stalls.record_presence(rank, header.call)
         elif header.kind is PacketKind.LEAVE:
@@ -316,7 +316,7 @@ class Mesh:
         """Wait for an event on any link, then read and send what can move."""
         ended, hung_up = self.failures.ended, self.failures.hung_up
         for rank, channel in self._channels.items():
-            # A parked packet may be wanted by now. A peer that hung up may have sent more before.
+            # A parked packet may be needed now. A peer may have sent more before it hung up.
             if channel.parked or rank in hung_up:
                 while self._receive(rank):
                     pass
@@ -328,7 +328,7 @@ class Mesh:
             if rank in ended or rank in hung_up:
                 self._poller.ignore(rank)
                 continue
-            # Not to read while a packet stays parked, or `poll` would return at once forever.
+            # Do not poll for reading while a packet is parked, or `poll` would always return at once.
             is_parked = channel.parked and rank not in self._expected and not self._descriptions
             may_send = channel.sending and (throttle is None or throttle.available(channel.outgoing) > 0)
             self._poller.watch(rank, to_read=not is_parked, to_write=may_send)
@@ -338,11 +338,12 @@ class Mesh:
             # Read to the end: TLS may hold decrypted bytes that `poll` does not see.
             while self._receive(event.rank):
                 pass
-            if event.is_closed:  # last: what the peer sent before is read by now, as far as it is wanted
+            if event.is_closed:  # last, after reading what the peer sent before, if needed
                 self.failures.record_hang_up(event.rank)
 
     def send_all(self, kind: PacketKind, payload: bytes, at_most_s: float) -> None:
-        """Send a packet without values to every peer, and try for a while to hand it to the kernel. Raises nothing."""
+        """Send a packet without values to every peer, trying for `at_most_s` to hand it to the kernel. Raises
+        nothing."""
         for channel in self._channels.values():
             channel.post(kind, self.call.number, 0, [memoryview(payload)])
         until = time.monotonic() + at_most_s

@@ -1,8 +1,8 @@
-"""Failure detection: what a rank knows about members that died, failed or left, and the errors that name them.
+"""Failure detection: the members that died, failed or left as seen by a rank, and the errors that name them.
 
-A link may end because its owner has finished the job. Then it has sent LEAVE, and the end matters only to ranks that
-still need something from it. Without LEAVE, the end of a link is a death, even if this rank needs nothing more from
-that member in this collective; the rank then gets `GRACE_S` to complete the collective.
+A link may end because the peer has finished the job. It has then sent LEAVE, and the end matters only to ranks that
+still need something from it. Without LEAVE, the end of a link means that the member died, even if this rank needs
+nothing more from it in this collective. This rank then has `GRACE_S` to complete the collective.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from phalanx.runtime import exit_codes
 from phalanx.transport.link import ALIVE_CHECK_INTERVAL_S
 
 GRACE_S = 0.5
-"""Time to complete a collective that needs nothing more from a member that just died. All its values are in shared
-memory or on their way by then."""
+"""Time to complete a collective that needs nothing more from a member that just died. Its values are already in shared
+memory or on their way."""
 
 _NETWORK_ERRORS = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 
@@ -32,8 +32,8 @@ class AbortNotice(msgspec.Struct, frozen=True):
 
     Attributes:
         reason: `lost` (a member), `timeout`, or `left` for anything else.
-        text: The error's message.
-        rank: The lost member; -1 for other reasons.
+        text: Message of the error.
+        rank: Rank of the lost member; -1 for other reasons.
     """
 
     reason: str
@@ -53,9 +53,9 @@ class PeerFailures:
     """The failures and departures of one communicator's peers.
 
     Attributes:
-        ended: When the link of each peer ended, by `time.monotonic`. Everything that the peer sent has been read.
-        hung_up: When each peer closed its end of the link. What it sent before may still be unread.
-        left: Peers that finished with their communicator and said so.
+        ended: Time at which the link of each peer ended, by `time.monotonic`. All bytes of the peer have been read.
+        hung_up: Time at which each peer closed its end of the link. Earlier bytes may still be unread.
+        left: Peers that have announced the end of their communicator.
     """
 
     def __init__(self, membership: Membership, channels: Mapping[Rank, Channel]):
@@ -64,7 +64,7 @@ class PeerFailures:
         self.left: set[Rank] = set()
         self._membership = membership
         self._channels = channels
-        self._reasons: dict[Rank, str] = {}  # of links that did not simply close
+        self._reasons: dict[Rank, str] = {}  # for links that did not close normally
         self._alive_check_at = 0.0
 
     def begin(self, call: CollectiveCall) -> None:
@@ -72,28 +72,28 @@ class PeerFailures:
         self._alive_check_at = call.started + ALIVE_CHECK_INTERVAL_S
 
     def record_end(self, rank: Rank, error: LinkClosedError) -> None:
-        """A peer's link has ended."""
+        """Record that a peer's link has ended."""
         self.ended[rank] = time.monotonic()
         self.hung_up.pop(rank, None)
         if isinstance(error.__cause__, OSError) and error.__cause__.errno in _NETWORK_ERRORS:
             self._reasons[rank] = f"{error} Its host is down, or the network between is."
 
     def record_hang_up(self, rank: Rank) -> None:
-        """A peer has closed its end of the link."""
+        """Record that a peer has closed its end of the link."""
         if rank not in self.ended:
             self.hung_up.setdefault(rank, time.monotonic())
 
     def check(self, call: CollectiveCall, needed: Callable[[], Collection[Rank]], now: float) -> None:
-        """Raise PeerLostError if a member is lost that `call` cannot complete without, or that died a while ago.
+        """Raise PeerLostError if `call` cannot complete without a lost member, or if a member died a while ago.
 
         Args:
             call: The running collective.
-            needed: Returns the ranks that this rank still waits for.
-            now: The time, by `time.monotonic`.
+            needed: Function that returns the ranks that this rank still waits for.
+            now: Current time, by `time.monotonic`.
         """
         if self.ended or self.hung_up or self.left:
             wanted = needed()
-            # Not those that have hung up: what is wanted of them may be on its way still.
+            # Without those in `hung_up`: what is needed from them may still be on its way.
             for rank in (*self.ended, *self.left):
                 if rank in wanted:
                     raise self._lost(rank, call)
@@ -115,15 +115,15 @@ class PeerFailures:
                     raise self._lost(rank, call) from error
 
     def error_of(self, rank: Rank, notice: AbortNotice, call: CollectiveCall) -> PhalanxError:
-        """The error to raise here after `rank` failed: the same class as there."""
+        """Return the error to raise here after `rank` failed, of the same class as there."""
         if notice.reason == "timeout":
             return CollectiveTimeoutError(f"{member_names(self._membership, [rank])} gave up: {notice.text}")
         if notice.reason == "left":
             return self._departed(rank, f"left because of its own error ({notice.text})", call)
-        if notice.rank in (self._membership.rank, -1):  # it names this rank, which lives: the link between them broke
+        if notice.rank in (self._membership.rank, -1):  # this rank itself, which is alive: the link between them broke
             return self._departed(rank, "lost its connection to this process and left", call)
         member = self._membership.members[notice.rank]
-        # In the words of the rank that saw the loss, which may know more than that a link ended.
+        # With the message of the rank that detected the loss, which may know more than that a link ended.
         return PeerLostError(notice.text, rank=notice.rank, task=member.task, host=member.host)
 
     def _lost(self, rank: Rank, call: CollectiveCall) -> PeerLostError:
@@ -144,6 +144,6 @@ class PeerFailures:
 
 
 def member_names(membership: Membership, ranks: Collection[Rank]) -> str:
-    """These members, for messages: `worker/1 (rank 1, pid 7 on host-a) and ...`."""
+    """Describe members for messages: `worker/1 (rank 1, pid 7 on host-a) and ...`."""
     members = [membership.members[rank] for rank in ranks]
     return " and ".join(f"{each.task} (rank {each.rank}, pid {each.pid} on {each.host})" for each in members)

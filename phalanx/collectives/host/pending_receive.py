@@ -1,4 +1,4 @@
-"""Payloads that a rank expects. A peer's packets arrive in the order in which they are wanted, so they need no tags."""
+"""Payloads that a rank expects. A peer's packets arrive in the order in which they are needed, so they have no tags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class PendingReceive:
 
     Args:
         views: Memory that receives the payload, filled in this order.
-        on_arrival: Called once the payload is complete; None for nothing.
+        on_arrival: Callback for the complete payload; None for no callback.
     """
 
     __slots__ = ("_filled", "_index", "_views", "length", "on_arrival")
@@ -21,7 +21,7 @@ class PendingReceive:
         self._views = views
         self.length = sum(len(view) for view in views)
         self.on_arrival = on_arrival
-        self._index = 0  # of the view that is being filled
+        self._index = 0  # index of the view that is being filled
         self._filled = 0  # bytes of that view
 
     @property
@@ -33,7 +33,7 @@ class PendingReceive:
         return bool(self._index or self._filled)
 
     def read_from(self, channel: Channel) -> bool:
-        """Read as much of the payload as has arrived; returns whether that was anything. Raises LinkClosedError."""
+        """Read the available part of the payload, and return whether there was any. Raises LinkClosedError."""
         moved = False
         while self._index < len(self._views):
             view = self._views[self._index]

@@ -1,4 +1,4 @@
-"""The algorithm of a rank whose others do not exist: its own values stand for theirs, and each call is recorded."""
+"""Algorithm of a rank without real peers: its values replace those of the peers, and each call is recorded."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RecordingAlgorithm(SingleProcessAlgorithm):
     Sums have the right shapes but lack the contributions of other ranks. Discard everything computed from them.
 
     Attributes:
-        calls: The collectives called since `reset`.
+        calls: Collectives called since `reset`.
         seconds: Time spent on copies since then.
     """
 
@@ -45,7 +45,7 @@ class RecordingAlgorithm(SingleProcessAlgorithm):
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was called."""
+        """Discard the recorded calls."""
         self.calls: list[RecordedCall] = []
         self.seconds = 0.0
 

@@ -2,24 +2,23 @@
 
 Theory
 ------
-Small vectors are exchanged *directly*: each rank sends its own to every other one and all merge all of them
-in rank order. That takes one message time, whatever the number of ranks.
+Small vectors are exchanged *directly*: each rank sends its vector to every other rank, and all ranks merge all vectors
+in rank order. This takes one message time for any number of ranks.
 
-Large ones go around a *ring*: the vector is cut into one share for each rank. In n - 1 steps each share
-travels from rank to rank and every rank merges its values into it (reduce-scatter); in n - 1 more steps the
-finished shares travel around once more (all-gather). Each rank sends and receives 2 (n - 1) / n of the
-vector, the least possible, and talks only to its two neighbours, in both directions at once. Shares are cut
-into chunks, and a chunk is passed on as soon as it has been merged, so that merging and sending overlap.
-Two ranks are a ring too: each merges one half. Source: Patarasuk and Yuan, Bandwidth optimal all-reduce
-algorithms for clusters of workstations, 2009.
+Large vectors go around a *ring*: the vector is cut into one share per rank. In n - 1 steps, each share moves from rank
+to rank, and every rank merges its values into it (reduce-scatter). In n - 1 more steps, the finished shares go around
+again (all-gather). Each rank sends and receives 2 (n - 1) / n of the vector, the minimum possible, and communicates
+only with its two neighbors, in both directions at once. Shares are cut into chunks, and a chunk is passed on as soon as
+it is merged, so that merging and sending overlap. Two ranks also form a ring: each merges one half. Source: Patarasuk
+and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
 
-The bits are the same on every rank, because each element is merged in one place and order: for direct exchange
-the order of ranks, for the share of rank r the order r, r + 1, ..., r - 1. Narrow floats travel as float32
-while they are sums of several ranks (see `reduction.py`), and in their own dtype once they are finished.
+The bits are the same on every rank, because each element is merged in one place and order: rank order for direct
+exchange; r, r + 1, ..., r - 1 for the share of rank r. Narrow floats are sent as float32 while they are sums of several
+ranks (see `reduction.py`), and in their own dtype once they are finished.
 
-A large broadcast goes through a *chain* (root, root + 1, ...), chunk by chunk, so that no rank sends it
-twice. A rank leaves any of these only after it has seen a packet of every other rank, so no rank can finish a
-collective that another rank calls differently.
+A large broadcast goes through a *chain* (root, root + 1, ...), chunk by chunk, so that no rank sends it twice. A rank
+completes any of these only after it has seen a packet from every other rank, so no rank can finish a collective that
+another rank calls differently.
 """
 
 from __future__ import annotations
@@ -38,22 +37,22 @@ from phalanx.collectives.reduction import UFUNCS, finish, load, merge_rows
 from phalanx.monitoring import timeline
 
 DIRECT_BYTES = 32 * 1024
-"""Vectors up to this size are exchanged directly: below it a message's latency outweighs its bytes."""
+"""Vectors up to this size are exchanged directly, because a message's latency outweighs its bytes."""
 CHUNK_BYTES = 256 * 1024
-"""What is merged and passed on at a time: fits into the L2 cache twice, and costs 50 times what handling it
-in Python does."""
+"""Bytes that are merged and passed on at a time: fits twice into the L2 cache, and costs 50 times as much as its
+handling in Python."""
 PACK_BYTES = 8 * 2**20
-"""Several arrays are packed into buffers of this size, which go around the ring one after the other: small
-enough for the last-level cache, large enough that the ring's 2 (n - 1) message times do not count."""
+"""Several arrays are packed into buffers of this size, which go around the ring one after another: small enough for
+the last-level cache, large enough to make the ring's 2 (n - 1) message times negligible."""
 
 
 class RingAlgorithm:
     """Collectives among `ranks` over the links of a mesh.
 
     Args:
-        mesh: The links to the other ranks.
-        ranks: The members of the group, in the order of their positions.
-        bytes_per_pack: Replaces `PACK_BYTES` and limits the chunks; 0 for the defaults.
+        mesh: Links to the other ranks.
+        ranks: Members of the group, in order of their positions.
+        bytes_per_pack: Replacement for `PACK_BYTES`, which also limits the chunks; 0 for the defaults.
     """
 
     chunk_choices: Sequence[int] = (64 * 1024, 256 * 1024, 2**20)
@@ -108,19 +107,19 @@ class RingAlgorithm:
         for rank in self._others:
             self.mesh.send(rank, payload)
         self.mesh.run()
-        # Everything is sent, so the first row may be overwritten, which on one rank is its own.
+        # Everything is sent, so the first row, which on one rank is its own, may be overwritten.
         for group, pieces in enumerate(cuts):
             merged = rows[0][group]
             merge_rows([row[group] for row in rows], merged, reduction.op, reduction.divisor)
             _unpack(pieces, merged, reduction)
 
     def _reduce_array(self, layout: FusionLayout, reduction: Reduction) -> None:
-        """Merge a single array: directly from its memory and into it, unless it must be scaled or cast."""
+        """Merge a single array directly from and into its memory, unless it must be scaled or cast."""
         index = layout.indices[0]
         source, target = reduction.inputs[index], reduction.outputs[index]
         scale = reduction.scales[index]
         work = target if target.dtype == layout.wire else np.empty(source.size, layout.wire)
-        # Otherwise the caller's own memory is the source, which is only read.
+        # Otherwise, the caller's memory is the source and is only read.
         if scale != 1.0 or source.dtype != layout.wire:
             load(source, scale, work)
             source = work
@@ -133,7 +132,7 @@ class RingAlgorithm:
         _pack(pieces, reduction, work)
         if timeline.current.on:
             timeline.current.complete(self.mesh.track, "fuse", started, {"bytes": work.nbytes, "arrays": len(pieces)})
-        target = reduction.outputs[pieces[0].array]  # for all of them: the arrays of a layout have one dtype
+        target = reduction.outputs[pieces[0].array]  # the same for all: arrays of a layout have one dtype
         result = work if target.dtype == layout.wire else np.empty(size, target.dtype)
         self._ring(work, work, result, reduction)
         _unpack(pieces, result, reduction)
@@ -141,24 +140,24 @@ class RingAlgorithm:
     def _ring(self, source: Array, work: Array, result: Array, reduction: Reduction) -> None:
         """Merge `source` of all ranks into `result`.
 
-        Memory that is being sent must not change. That holds although source, work and result may be one array: a
-        finished chunk, which replaces this rank's values or partial sum, comes only after it has been around the ring,
-        and so after the next rank has received them.
+        Memory that is being sent must not change. This holds although source, work and result may be one array: a
+        finished chunk, which replaces this rank's values or partial sum, arrives only after it has been around the
+        ring, and so after the next rank has received them.
 
         Args:
             source: This rank's values, in the wire dtype.
-            work: Receives partial sums, in the wire dtype. May be `source`.
-            result: Receives the result, in the final dtype. It is `work` if that dtype is the wire dtype.
+            work: Array for partial sums, in the wire dtype. May be `source`.
+            result: Array for the result, in the final dtype. Is `work` if that dtype is the wire dtype.
         """
         mesh, size = self.mesh, self._size
         ufunc, divisor = UFUNCS[reduction.op], reduction.divisor
         elements = max(1, self._chunk_bytes // source.itemsize)
         bounds = shares(source.size, size, source.itemsize)
-        # One is enough: the packets of a peer arrive one after the other, and each is merged before the next is read.
+        # One is enough: packets of a peer arrive one after another, and each is merged before the next is read.
         scratch = np.empty(min(elements, bounds[0][1]), source.dtype)
 
         def chunks_at(step: int) -> list[tuple[int, int]]:
-            """The chunks that *arrive* in a step: step s brings share p - 1 - s to position p."""
+            """Chunks that *arrive* in a step: step s brings share p - 1 - s to position p."""
             start, stop = bounds[(self._position - 1 - step) % size]
             return [(start + low, start + high) for low, high in ranges(stop - start, elements)]
 
@@ -184,14 +183,14 @@ class RingAlgorithm:
             for low, high in chunks_at(step):
                 then = pass_on(low, high) if step < 2 * size - 3 else None
                 mesh.expect(self._previous, [byte_view(result[low:high])], then)
-        for low, high in chunks_at(-1):  # this rank's own share sets out
+        for low, high in chunks_at(-1):  # this rank's own share starts
             mesh.send(self._next, [byte_view(source[low:high])])
         mesh.run()
 
     # ------------------------------------------------------------------ others
 
     def all_gather(self, call: CollectiveCall, parts: Sequence[Views]) -> None:
-        # All ranks know all sizes, so they choose alike.
+        # All ranks know all sizes, so they make the same choice.
         roots = [position for position, views in enumerate(parts) if total_bytes(views)]
         if len(roots) == 1 and total_bytes(parts[roots[0]]) > DIRECT_BYTES:
             self._broadcast(parts[roots[0]], roots[0])
@@ -199,9 +198,9 @@ class RingAlgorithm:
             self._exchange([parts[self._position]] * self._size, parts)
 
     def _broadcast(self, buffers: Views, root: int) -> None:
-        """Along the chain that begins at position `root`."""
+        """Broadcast along the chain that begins at position `root`."""
         self.name = "chain"
-        self._meet()  # in the chain a rank hears only from the one before it
+        self._meet()  # in the chain, a rank receives only from the one before it
         mesh = self.mesh
         chunks = [views_between(buffers, *bounds) for bounds in ranges(total_bytes(buffers), self._chunk_bytes)]
         is_last = self._next == self.ranks[root]
@@ -220,7 +219,7 @@ class RingAlgorithm:
         self._exchange(outgoing, incoming)
 
     def _exchange(self, outgoing: Sequence[Views], incoming: Sequence[Views]) -> None:
-        """Send to every other rank, and receive from it, at once."""
+        """Send to and receive from every other rank at the same time."""
         self.name = "direct"
         for rank, views in zip(self.ranks, incoming, strict=True):
             if rank != self.mesh.membership.rank:
@@ -231,13 +230,13 @@ class RingAlgorithm:
         self.mesh.run()
 
     def fail(self) -> None:
-        pass  # The mesh informs the others.
+        pass  # the mesh notifies the others
 
     def close(self) -> None:
         pass
 
     def _meet(self) -> None:
-        """Return when all ranks have come, with the same call."""
+        """Return when all ranks have arrived with the same call."""
         for rank in self._others:
             self.mesh.expect(rank)
         for rank in self._others:

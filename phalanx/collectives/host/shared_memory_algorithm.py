@@ -1,4 +1,4 @@
-"""Collectives between the processes of one host, through memory that they share.
+"""Collectives between the processes of one host through shared memory.
 
 Theory
 ------
@@ -6,22 +6,22 @@ Each rank has a page with its counter and four *slots*, buffers small enough to 
 of any size passes through them in chunks: chunk s through slot s mod 4. For each chunk a rank
 
 1. writes its values to its own slot,
-2. *posts*: adds one to its counter,
+2. *posts*: increments its counter,
 3. waits until every other counter is as high, and
 4. reads the slots of all ranks, merging them in rank order straight into the result.
 
-It does 1 and 2 of chunk s + 1 before 3 and 4 of chunk s, so that ranks that are up to a chunk apart do not
-wait for each other.
+It does steps 1 and 2 of chunk s + 1 before 3 and 4 of chunk s, so that ranks that are up to a chunk apart do not wait
+for each other.
 
-One post per chunk is enough. A rank writes to slot s mod 4 again for chunk s + 4, after its step 4 of chunk
-s + 2: it has then seen all counters of chunk s + 2, and a rank posts s + 2 only after its step 4 of chunk
-s. So no rank still reads it. The same holds for the signatures, of which each rank has four as well.
+One post per chunk is enough. A rank writes to slot s mod 4 again for chunk s + 4, after its step 4 of chunk s + 2. It
+has then seen all counters of chunk s + 2, and a rank posts s + 2 only after its step 4 of chunk s, so no rank is still
+reading the slot. The same holds for the signatures, because each rank has four of them as well.
 
-With three ranks or more, step 4 would read every slot on every rank. Large chunks are therefore merged in two
-rounds: each rank merges its share of the chunk, in place, in its own slot (which no other rank reads or writes
-in that range); they synchronize; each copies all shares out.
+With three or more ranks, step 4 would read every slot on every rank. Large chunks are therefore merged in two rounds:
+each rank merges its share of the chunk in place in its own slot (no other rank reads or writes this range); the ranks
+synchronize; each copies out all shares.
 
-`SharedCounters` says how ranks post and wait.
+`SharedCounters` implements posting and waiting.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ from phalanx.monitoring import timeline
 
 SLOTS = 4
 SLOT_BYTES = 512 * 1024
-"""Size of a slot: small enough that what a chunk touches stays in cache, large enough that posting
-(some 5 us) does not count."""
+"""Size of a slot: small enough for the memory of a chunk to stay in cache, large enough to make posting (about 5 us)
+negligible."""
 MIN_SLOT_BYTES = 4096
 TUNED_SLOT_BYTES = 2**20
-"""Size of a slot where chunks are tuned, so that larger ones can be tried."""
+"""Size of a slot if chunks are tuned, so that larger chunks can be tried."""
 CHUNK_CHOICES = (128 * 1024, 256 * 1024, 512 * 1024, 2**20)
 SHARED_MERGE_BYTES = 64 * 1024
-"""With three ranks or more, chunks from this size on are merged in shares; below, the second
-synchronisation costs more than reading all slots does."""
+"""With three or more ranks, chunks of at least this size are merged in shares. For smaller chunks, the second
+synchronization costs more than reading all slots."""
 
 
 class _Part(NamedTuple):
-    """Elements `start` to `stop` of number `array`, or the `whole` of it, and where they lie in a slot.
+    """Elements `start` to `stop` of array number `array`, or the `whole` array, and their position in a slot.
 
     `rows` holds a view of them in the slot of each position.
     """
@@ -70,12 +70,12 @@ class _Part(NamedTuple):
 
 
 class _Chunk:
-    """A chunk of a layout and its views of the slots, which are created when first needed.
+    """A chunk of a layout and its views of the slots, which are created on first use.
 
     Attributes:
-        pieces: The ranges of arrays that the chunk consists of.
-        size: The chunk's length in elements.
-        parts: The pieces with their views, for each slot.
+        pieces: Ranges of arrays that the chunk consists of.
+        size: Length of the chunk in elements.
+        parts: Pieces with their views, per slot.
     """
 
     __slots__ = ("parts", "pieces", "size")
@@ -90,12 +90,12 @@ class SharedMemoryAlgorithm:
     """Collectives among `ranks`, which are processes of one host.
 
     Args:
-        ranks: The members of the group, in the order of their positions.
-        mesh: The links to the other ranks.
-        segment: Shared memory of at least `segment_bytes` bytes, mapped by all ranks; owned from here on.
-        slot_bytes: The size of a slot, as for `segment_bytes`.
-        chunk_bytes: How much of a slot an all-reduce uses; None for all of it.
-        spin: Whether there is a core for every rank, so that a spinning rank keeps no other from arriving.
+        ranks: Members of the group, in order of their positions.
+        mesh: Links to the other ranks.
+        segment: Shared memory of at least `segment_bytes` bytes, mapped by all ranks; owned by this object.
+        slot_bytes: Size of a slot, as for `segment_bytes`.
+        chunk_bytes: Number of bytes of a slot that an all-reduce uses; None for all of it.
+        spin: Whether there is a core for every rank, so that a spinning rank does not delay others.
     """
 
     name = "shared memory"
@@ -124,10 +124,11 @@ class SharedMemoryAlgorithm:
         memory = np.frombuffer(segment.memory, np.uint8)
         starts = [pages + number * slot_bytes for number in range(SLOTS * size)]
         slots = [memory[start : start + slot_bytes] for start in starts]
-        # Position p has slots SLOTS * p to SLOTS * p + SLOTS - 1 of these; here they are by slot, then position.
+        # Position p has slots SLOTS * p to SLOTS * p + SLOTS - 1 of these. Here, they are ordered by slot, then
+        # position.
         self._slots: list[list[Array]] = [slots[number::SLOTS] for number in range(SLOTS)]
-        self._slot = 0  # where the next chunk goes; equal on all ranks, because all of them run the same chunks
-        # Weak: `operation` caches the layouts of recent calls, and chunks live as long as their layout.
+        self._slot = 0  # slot of the next chunk; equal on all ranks, because all run the same chunks
+        # Weak keys: `operation` caches the layouts of recent calls, and chunks live as long as their layout.
         self._chunks: weakref.WeakKeyDictionary[FusionLayout, list[_Chunk]] = weakref.WeakKeyDictionary()
         self._chunks_by_size = {self._chunk_bytes: self._chunks}
 
@@ -155,7 +156,7 @@ class SharedMemoryAlgorithm:
                 merge_rows(rows, outputs[array] if whole else outputs[array][start:stop], op, divisor)
 
         fuse = self._load_recorded if timeline.current.on else self._load
-        behind: tuple[int, list[_Part]] | None = None  # The chunk that is posted and not yet merged.
+        behind: tuple[int, list[_Part]] | None = None  # the chunk that is posted but not merged
         for layout in reduction.layouts:
             share_from = SHARED_MERGE_BYTES // layout.wire.itemsize if self._size > 2 else None
             for chunk in self._chunks.get(layout) or self._cut(layout):
@@ -167,7 +168,7 @@ class SharedMemoryAlgorithm:
                         merge(*behind)
                     behind = posted, parts
                 else:
-                    # Two posts follow, and a rank must have read a chunk before it makes the second post after it.
+                    # Two posts follow, and a rank must have read a chunk before its second post after that chunk.
                     if behind is not None:
                         merge(*behind)
                         behind = None
@@ -190,13 +191,13 @@ class SharedMemoryAlgorithm:
             self._load(parts, reduction)
 
     def _merge_shares(self, call: CollectiveCall, chunk: _Chunk, layout: FusionLayout, reduction: Reduction) -> None:
-        """Merge this rank's share of a chunk in its own slot, then copy everyone's."""
+        """Merge this rank's share of a chunk in its own slot, then copy all shares."""
         wire = layout.wire
         slots = [slot.view(wire)[: chunk.size] for slot in self._slots[self._slot]]
         bounds = shares(chunk.size, self._size, wire.itemsize)
         low, high = bounds[self._position]
         if high > low:
-            # Not in place: this rank's own row is among those that are still to be read.
+            # Not in place: this rank's own row is one of those still to be read.
             merged = np.empty(high - low, wire)
             merge_rows([row[low:high] for row in slots], merged, reduction.op, reduction.divisor)
             np.copyto(slots[self._position][low:high], merged)
@@ -251,7 +252,7 @@ class SharedMemoryAlgorithm:
         """Publish a stream of bytes and read the wanted parts of the other ranks' streams.
 
         Args:
-            outgoing: This rank's stream.
+            outgoing: Stream of this rank.
             lengths: Length of the stream of each position in bytes, known to all ranks.
             wanted: Per position, the range `start` to `stop` of its stream and the views to copy it to. The entry
                 of this rank is ignored.
@@ -262,7 +263,7 @@ class SharedMemoryAlgorithm:
             self._counters.synchronize(call)
             return
         self._mesh.bytes_shared += own
-        for low in range(0, max(lengths), size):  # the same rounds on every rank, also after its own stream has ended
+        for low in range(0, max(lengths), size):  # the same rounds on every rank, even after its own stream has ended
             slots = [byte_view(slot) for slot in self._slots[self._slot]]
             if low < own:
                 part = views_between(outgoing, low, min(low + size, own))
@@ -283,7 +284,7 @@ class SharedMemoryAlgorithm:
         self._counters.fail()
 
     def close(self) -> None:
-        # All views before the memory: a mapping with views is not unmapped.
+        # Release all views first: a mapping with views is not unmapped.
         self._chunks_by_size.clear()
         self._chunks.clear()
         self._slots = []
@@ -292,5 +293,5 @@ class SharedMemoryAlgorithm:
 
 
 def segment_bytes(ranks: int, slot_bytes: int) -> int:
-    """The size of the segment that a group needs."""
+    """Size of the segment that a group needs."""
     return ranks * (PAGE_BYTES + SLOTS * slot_bytes)

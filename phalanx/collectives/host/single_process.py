@@ -1,4 +1,4 @@
-"""The algorithm of a job with one process: copies."""
+"""Algorithm for a job with one process: copies values."""
 
 from __future__ import annotations
 

@@ -15,16 +15,15 @@ from phalanx.errors import CollectiveTimeoutError, LinkClosedError
 _log = logging.getLogger(__name__)
 
 PRESENCE_DELAY_S = 0.2
-"""How long a rank waits before it tells the others that it is present: long compared with a step, short compared with a
-timeout."""
+"""How long a rank waits before it announces its presence: long compared with a step, short compared with a timeout."""
 
 
 class StallWatch:
-    """Knows which ranks have come to the running collective.
+    """Tracks which ranks have arrived at the running collective.
 
     Attributes:
         stall_s: Seconds after which a waiting collective calls `on_stall`, once.
-        on_stall: Receives the running call and the ranks that have not come to it.
+        on_stall: Callback that receives the running call and the ranks that have not arrived.
     """
 
     def __init__(self, membership: Membership, channels: Mapping[Rank, Channel]):
@@ -32,25 +31,25 @@ class StallWatch:
         self.on_stall: Callable[[CollectiveCall, Sequence[Rank]], None] = lambda call, ranks: None
         self._membership = membership
         self._channels = channels
-        self._present: dict[Rank, int] = {}  # the last collective to which each peer said it has come
+        self._present: dict[Rank, int] = {}  # last collective at which each peer announced its arrival
         self._announce_at = 0.0
         self._warn_at = 0.0
 
     def begin(self, call: CollectiveCall) -> None:
         """Start watching over a collective."""
-        # Before any deadline, also a short one: the rank that gives up first must know which ranks have come.
+        # Before any deadline, even a short one: the rank that gives up first must know which ranks have arrived.
         self._announce_at = call.started + min(PRESENCE_DELAY_S, (call.deadline - call.started) / 4)
         self._warn_at = call.started + self.stall_s
 
     def is_announcement_due(self, now: float) -> bool:
-        """Whether to send PRESENT to all peers now; true once for each collective."""
+        """Return whether to send PRESENT to all peers now; True once per collective."""
         if now < self._announce_at:
             return False
         self._announce_at = float("inf")
         return True
 
     def record_presence(self, rank: Rank, number: int) -> None:
-        """A peer has come to collective `number` and waits there."""
+        """Record that a peer has arrived at collective `number` and waits there."""
         self._present[rank] = number
 
     def check(self, call: CollectiveCall, needed: Callable[[], Collection[Rank]], now: float) -> None:
@@ -58,12 +57,12 @@ class StallWatch:
 
         Args:
             call: The running collective.
-            needed: Returns the ranks that this rank still waits for.
-            now: The time, by `time.monotonic`.
+            needed: Function that returns the ranks that this rank still waits for.
+            now: Current time, by `time.monotonic`.
 
         Raises:
-            CollectiveTimeoutError: the deadline has passed; the message names the ranks that have not come.
-            LinkClosedError: the generation has ended, because another member was lost.
+            CollectiveTimeoutError: The deadline has passed; the message names the ranks that have not arrived.
+            LinkClosedError: The generation has ended because another member was lost.
         """
         if now >= self._warn_at:
             self._warn_at = float("inf")
@@ -76,12 +75,13 @@ class StallWatch:
             )
 
     def record_unheard(self, call: CollectiveCall) -> None:
-        """The collective timed out. Report the absent ranks, unless this rank came late to it and cannot know."""
+        """Report the absent ranks of a collective that timed out, unless this rank arrived late and cannot know
+        them."""
         if time.monotonic() - call.started >= (call.deadline - call.started) / 2:
             self._membership.state.unresponsive.update(self._absent(call))
 
     def warn_after(self, stall_s: float, timeout_s: float) -> None:
-        """Log a warning for each stall, on the lowest rank that has come.
+        """Log a warning for each stall, on the lowest rank that has arrived.
 
         Args:
             stall_s: Seconds of waiting before the warning.
@@ -90,7 +90,7 @@ class StallWatch:
 
         def warn(call: CollectiveCall, missing: Sequence[Rank]) -> None:
             present = set(range(self._membership.world_size)) - set(missing)
-            # Every rank that has come waits equally long; one line is enough.
+            # All ranks that have arrived wait equally long; one line is enough.
             if self._membership.rank == min(present, default=self._membership.rank):
                 _log.warning(
                     "stalled for more than %g s: %s waits for %s. The job ends after %g s "
@@ -108,10 +108,10 @@ class StallWatch:
         return sorted((set(needed) & absent) or absent or needed)
 
     def _absent(self, call: CollectiveCall) -> set[Rank]:
-        """All peers from which this rank has heard nothing in the running collective."""
+        """All peers that this rank has not heard from in the running collective."""
         present = {rank for rank, number in self._present.items() if number >= call.number}
         for rank, channel in self._channels.items():
-            # Its packet waits here for this rank.
+            # Its packet is waiting here for this rank.
             if channel.parked and (header := channel.header()) and header.call >= call.number:
                 present.add(rank)
         return set(self._channels) - present
