@@ -48,12 +48,12 @@ def environment_variables() -> str:
 def codes() -> str:
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.PhalanxError)]
     lines = header("Code", "Name", "What happened", "What to check")
-    for code, meaning in sorted(exit_codes.MEANINGS.items()):
+    for code, info in sorted(exit_codes.EXIT_CODE_INFO.items()):
         names = sorted(
-            (kind.__name__ for kind in kinds if kind.exit_code == code), key=lambda name: (name != meaning.name, name)
+            (kind.__name__ for kind in kinds if kind.exit_code == code), key=lambda name: (name != info.name, name)
         )
-        shown = ", ".join(f"`{name}`" for name in names) or meaning.name
-        lines.append(row(str(code), shown, meaning.sentence, meaning.check))
+        shown = ", ".join(f"`{name}`" for name in names) or info.name
+        lines.append(row(str(code), shown, info.sentence, info.check))
     return "\n".join(lines)
 
 

@@ -22,7 +22,7 @@ from phalanx.launcher.restart_policy import DEFAULT_RESTARTS
 if TYPE_CHECKING:
     from phalanx.config.launch_config import LaunchConfig
     from phalanx.launcher.elastic_hosts.host_pool import ElasticOptions
-    from phalanx.launcher.host_slots import HostShare
+    from phalanx.launcher.host_slots import HostSpec
     from phalanx.launcher.job_request import DashboardOptions, JobRequest
 
 CONTROL = "control"
@@ -325,38 +325,38 @@ def make_request(options: RunOptions, config: LaunchConfig) -> JobRequest:
         count, size_reason = default_workers(process_environment())
         workers = WorkerRange(None, count)
     elastic = None if workers.minimum is None else _elastic_options(options, workers, config)
-    shares: list[HostShare] = []
+    host_specs: list[HostSpec] = []
     others = 0 if elastic is not None else options.chief + options.ps + options.evaluator
     if options.host_discovery_script is None:
-        shares = choose_hosts(
+        host_specs = choose_hosts(
             None if options.names_hosts and not options.names_workers else workers.maximum,
             options.hosts,
             options.hostfile,
-            every_place=elastic is not None,
+            all_slots=elastic is not None,
             others=others,
         )
     elif elastic is None:
         raise click.UsageError("--host-discovery-script needs --workers MIN:MAX: its hosts join and leave.")
-    check_interfaces(options.network_interfaces, shares)
+    check_interfaces(options.network_interfaces, host_specs)
     if elastic is not None:
         tasks = task_names(workers.maximum, evaluator=options.evaluator)
     else:
-        training = sum(share.workers for share in shares) - others
+        training = sum(host_spec.workers for host_spec in host_specs) - others
         tasks = task_names(training, chief=options.chief, servers=options.ps, evaluator=options.evaluator)
     arguments = _program_arguments(options)
     # A program that spans all workers cannot lose one: restart the whole job instead of the worker.
-    spans_workers = config.devices_per_worker is not None
-    if spans_workers and elastic is not None:
+    is_single_program = config.devices_per_worker is not None
+    if is_single_program and elastic is not None:
         config = replace(config, max_restarts=config.max_restarts or config.restarts)
-    if not options.ps and (elastic is None or spans_workers):
+    if not options.ps and (elastic is None or is_single_program):
         config = replace(config, restarts=0)  # a job without servers ends when it loses a worker
     return JobRequest(
         arguments,
         tasks,
-        shares,
+        host_specs,
         config=config,
         elastic=elastic,
-        spans_workers=spans_workers,
+        is_single_program=is_single_program,
         size_reason=size_reason,
         dashboard=_dashboard_options(options),
     )
@@ -417,7 +417,7 @@ def _worker_range(options: RunOptions) -> WorkerRange:
         given = WorkerRange(minimum, maximum, initial)
     if given.minimum is not None and options.names_hosts:
         # As in horovodrun, at most as many processes as the hosts have slots now.
-        slots = sum(share.workers for share in choose_hosts(None, options.hosts, options.hostfile))
+        slots = sum(host_spec.workers for host_spec in choose_hosts(None, options.hosts, options.hostfile))
         given = replace(given, maximum=min(given.maximum, max(slots, given.initial or given.minimum)))
     return given
 

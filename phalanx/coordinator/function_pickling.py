@@ -15,7 +15,7 @@ import keras
 
 from phalanx.engines.tensors import Tensors
 from phalanx.errors import UnsupportedError
-from phalanx.runtime.pickling import dumps_referring, loads_referring, refusing
+from phalanx.runtime.pickling import dumps_with_references, explain_pickling_errors, loads_with_references
 from phalanx.training.call_pickling import value_reducer
 from phalanx.training.scope_registry import KINDS, ScopedName, ScopeRegistry
 
@@ -133,11 +133,11 @@ def pack(thing: Any, references: References, what: str) -> bytes:
 
     Raises: UnsupportedError if it cannot be pickled.
     """
-    with refusing(
+    with explain_pickling_errors(
         f"{what} cannot be sent to another task",
         "Create such objects inside the function, or with create_per_worker_values.",
     ):
-        return dumps_referring(thing, references.refer, references.reduce)
+        return dumps_with_references(thing, references.refer, references.reduce)
 
 
 def unpack(data: bytes | memoryview, load: Callable[[tuple[Any, ...]], Any]) -> Any:
@@ -146,4 +146,4 @@ def unpack(data: bytes | memoryview, load: Callable[[tuple[Any, ...]], Any]) -> 
     Args:
         load: `References.load`, or `load_on_host`.
     """
-    return loads_referring(data, load)
+    return loads_with_references(data, load)

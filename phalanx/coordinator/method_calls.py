@@ -17,7 +17,7 @@ from phalanx.coordinator.worker_server import MethodState, WorkerSettings
 from phalanx.engines.tensors import Tensors
 from phalanx.keras_compat.copies.model_copies import record_construction
 from phalanx.keras_compat.copies.object_names import name_counters
-from phalanx.runtime.pickling import dumps_referring, refusing
+from phalanx.runtime.pickling import dumps_with_references, explain_pickling_errors
 from phalanx.training.call_pickling import ARGUMENT_ADVICE, call_reducer
 from phalanx.training.program_effects.program_random_state import encode_random_state
 from phalanx.training.scope_registry import KINDS, ScopedName
@@ -97,9 +97,9 @@ class MethodCalls:
         reduce = call_reducer(self._tensors, with_weights=True)
         contents = {}
         for argument, value in arguments.items():
-            with refusing(
+            with explain_pickling_errors(
                 f"{method}({argument}=...) cannot travel to workers that run no program of their own",
                 f"{ARGUMENT_ADVICE}, or run the same program on all tasks.",
             ):
-                contents[argument] = dumps_referring(value, refer, reduce)
+                contents[argument] = dumps_with_references(value, refer, reduce)
         return CallMethod(name, method, fit), [pickle.dumps(state), pickle.dumps(contents)]

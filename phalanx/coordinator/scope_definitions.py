@@ -23,7 +23,7 @@ from phalanx.errors import PhalanxError, UnsupportedError
 from phalanx.keras_compat.copies.model_copies import LayerDescription, describe_layer
 from phalanx.keras_compat.model_state import optimizers
 from phalanx.keras_compat.variables.host_values import to_host
-from phalanx.runtime.pickling import dumps_referring, refusing
+from phalanx.runtime.pickling import dumps_with_references, explain_pickling_errors
 from phalanx.training.call_pickling import call_reducer
 from phalanx.training.scope_registry import KINDS, ScopedName, ScopeRegistry
 
@@ -194,7 +194,7 @@ class OutgoingDefinitions:
             return "scoped", *name
 
         what = f"The {type(scoped).__name__} {getattr(scoped, 'name', '')!r}"
-        with refusing(
+        with explain_pickling_errors(
             f"{what} cannot travel to workers that run no program of their own",
             "Give its class a get_config() (see keras.saving), or run the same program on all tasks.",
         ):
@@ -209,7 +209,7 @@ class OutgoingDefinitions:
         packed[root] = digest, content
 
     def _pickled(self, thing: Any, refer: Any) -> bytes:
-        return dumps_referring(thing, refer, call_reducer(self._tensors, with_weights=False))
+        return dumps_with_references(thing, refer, call_reducer(self._tensors, with_weights=False))
 
 
 def _fail(error: PhalanxError) -> NoReturn:

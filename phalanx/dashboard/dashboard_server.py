@@ -19,7 +19,7 @@ from phalanx.dashboard.job_hub import JobHub
 
 NICENESS = 10
 LOOK_S = 0.25
-LAST_LOOK_S = 2 * WATCHED_S
+FINAL_POLL_S = 2 * WATCHED_S
 """How long open pages have to receive the end of the job."""
 
 
@@ -62,7 +62,7 @@ async def _serve(
         if waiting is not None and waiting.done():
             # The launcher has ended its job or is gone. If it still answers, this update gets the last events.
             await dashboard.refresh()
-            await asyncio.sleep(LAST_LOOK_S)
+            await asyncio.sleep(FINAL_POLL_S)
             server.should_exit = True
     dashboard.close()  # open streams would keep the server from stopping
     await serving

@@ -53,7 +53,7 @@ class JobHub:
         with self._updating:
             jobs = dict(self.jobs)
             for entry in running():
-                if entry.is_here and entry.job not in jobs and self.only in (None, entry.job):
+                if entry.is_local and entry.job not in jobs and self.only in (None, entry.job):
                     jobs[entry.job] = FollowedJob(entry, JobFollower(entry.socket_path))
             for job in jobs.values():
                 job.follower.update()

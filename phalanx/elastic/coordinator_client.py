@@ -32,7 +32,7 @@ from phalanx.transport.link import Link
 logger = logging.getLogger(__name__)
 
 SEND_S = 5.0
-SIGN_OF_LIFE_S = 0.5
+HEARTBEAT_S = 0.5
 
 Order = messages.FormGeneration | messages.EntryAlreadyFinished | messages.EntryStarted
 
@@ -168,7 +168,7 @@ class CoordinatorClient:
                 self._orders.put(order)
 
     def _send_heartbeats(self) -> None:
-        while not self._closed.wait(SIGN_OF_LIFE_S):
+        while not self._closed.wait(HEARTBEAT_S):
             try:
                 self.send(messages.Heartbeat())
             except LinkTimeoutError:

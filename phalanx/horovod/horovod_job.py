@@ -68,7 +68,7 @@ class HorovodJob:
         self.membership = node.membership
         self._has_started = False
         telemetry.current.read_gpu = gpu_figures.read
-        telemetry.announce(lambda: self.traffic)
+        telemetry.start_publishing(lambda: self.traffic)
         if isinstance(node, ElasticNode):
             join_generation(node, self, ENTRY)
         else:
@@ -221,7 +221,7 @@ class HorovodJob:
             return
         flush = not process_exit.has_failed()
         timeline_relay.stop_recording()
-        telemetry.leave()
+        telemetry.stop_publishing()
         self._close_all(flush=flush)
         self._node.close(flush=flush)
 

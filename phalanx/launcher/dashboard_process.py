@@ -17,14 +17,14 @@ from types import TracebackType
 from phalanx.config.environment import process_environment
 from phalanx.config.environment_variables import DASHBOARD_TOKEN
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.orphan_reaper import spare
+from phalanx.launcher.orphan_reaper import exempt
 from phalanx.transport.address import LOOPBACK
 
 DEFAULT_PORT = 8787
 TOKEN_BYTES = 24
 MIN_TOKEN_CHARACTERS = 16
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
-LAST_LOOK_S = 5.0
+FINAL_POLL_S = 5.0
 """Seconds that the launcher waits for open pages to receive the end of the job."""
 
 
@@ -101,7 +101,7 @@ class DashboardProcess:
             env={**process_environment(), DASHBOARD_TOKEN: self._link.token},
             start_new_session=True,  # Ctrl-C must only reach the job
         )
-        spare(self._process.pid)
+        exempt(self._process.pid)
         self._link.listener.close()
         return self
 
@@ -113,7 +113,7 @@ class DashboardProcess:
             return
         process.stdin.close()
         try:
-            process.wait(LAST_LOOK_S)
+            process.wait(FINAL_POLL_S)
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
             process.kill()
             process.wait()

@@ -57,7 +57,7 @@ class ExitHandler:
         slots = self.slots if record.trains else None  # an evaluator keeps its slot
         released = record.is_released and not self.plan.is_shutting_down
         if slots is not None and (released or (code is None and may_restart)):
-            slots.worker_exited(record.rank, failed=not released)
+            slots.keep_or_free_slot(record.rank, failed=not released)
             record.state = TaskState.VACANT
             return
         delay_s: float | None = None
@@ -69,7 +69,7 @@ class ExitHandler:
             self._finish(record, exit_)
             return
         record.previous = exit_  # for `find_abort_causes`, in case the restarted process only echoes the job's end
-        if slots is not None and not slots.worker_exited(record.rank, failed=True):
+        if slots is not None and not slots.keep_or_free_slot(record.rank, failed=True):
             record.state = TaskState.VACANT
             return
         record.state, record.restart_at = TaskState.RESTARTING, self.clock() + delay_s

@@ -17,7 +17,7 @@ IDLE_S = 0.5
 """Longest sleep: hosts collect reports and reap orphans about this often."""
 
 
-class HostLoop:
+class HostEventLoop:
     """Sleeps until a host has something to report or another thread wakes it.
 
     All methods except `run_soon` and `wake` must be called in the thread that runs the job.

@@ -100,9 +100,9 @@ Event = Output | Started | Exited | CheckpointBeforeExit | WorkerReport
 
 # From the launcher to an agent.
 
-KEEP_ALIVE_S = 5.0
+HEARTBEAT_S = 5.0
 """Interval of the launcher's heartbeats to an agent."""
-SILENCE_S = SILENT_HOST_S
+LEASE_S = SILENT_HOST_S
 """Without a command for this long, the launcher or the network is down. Links detect a silent host in the same time."""
 
 

@@ -22,7 +22,7 @@ _HERE = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 @dataclass(frozen=True, slots=True)
-class HostShare:
+class HostSpec:
     """A host and its number of workers.
 
     Attributes:
@@ -46,22 +46,22 @@ class HostShare:
         return self.name.lower() in _HERE
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether this is the launcher's own host, which needs no ssh."""
         own = socket.gethostname().lower()
         return self.user is None and (self.is_loopback or self.name.lower() in (own, own.partition(".")[0]))
 
 
 # A documentation address (RFC 5737) that no host has: the route to it is the default route.
-_ANYWHERE = HostShare("192.0.2.1", 1)
+_ANYWHERE = HostSpec("192.0.2.1", 1)
 
 
-def parse_hosts(text: str) -> list[HostShare]:
+def parse_hosts(text: str) -> list[HostSpec]:
     """Parse `a:2,user@b:2,[fe80::1]:4`, keeping the order. A host without a number runs one worker.
 
     Raises: ConfigurationError that says what is wrong and what to write instead.
     """
-    shares = []
+    host_specs = []
     for entry in text.split(","):
         match = _ENTRY.fullmatch(entry.strip())
         if match is None:
@@ -74,12 +74,12 @@ def parse_hosts(text: str) -> list[HostShare]:
         workers = int(match["workers"] or 1)
         if workers < 1:
             raise ConfigurationError(f"--hosts: {entry.strip()!r} has no worker. Leave the host out, or give it 1.")
-        shares.append(HostShare(match["name"], workers, match["user"]))
-    _check(shares)
-    return shares
+        host_specs.append(HostSpec(match["name"], workers, match["user"]))
+    _check(host_specs)
+    return host_specs
 
 
-def parse_hostfile(text: str) -> list[HostShare]:
+def parse_hostfile(text: str) -> list[HostSpec]:
     """Parse a hostfile with lines `name slots=2`; without `slots`, a host runs one worker. A # starts a comment.
 
     Raises: ConfigurationError naming the line.
@@ -98,7 +98,7 @@ def parse_hostfile(text: str) -> list[HostShare]:
     return parse_hosts(",".join(entries))
 
 
-def parse_discovered(text: str, slots: int) -> list[HostShare]:
+def parse_discovered(text: str, slots: int) -> list[HostSpec]:
     """Parse the output of a discovery script: lines `name:slots`, or `name`, as for `horovodrun`. A # starts a comment.
 
     Args:
@@ -107,7 +107,7 @@ def parse_discovered(text: str, slots: int) -> list[HostShare]:
 
     Raises: ConfigurationError naming the line. Empty output is valid: there is no host.
     """
-    shares: dict[str, HostShare] = {}
+    host_specs: dict[str, HostSpec] = {}
     for line in text.splitlines():
         entry = line.partition("#")[0].strip()
         if not entry:
@@ -115,15 +115,15 @@ def parse_discovered(text: str, slots: int) -> list[HostShare]:
         match = _ENTRY.fullmatch(entry)
         if match is None or len(match["workers"] or "") > SLOT_DIGITS:
             raise ConfigurationError(f"{entry[:80]!r} is not a host. Write `name:slots`, or `name`.")
-        share = HostShare(match["name"], int(match["workers"] or slots), match["user"])
+        host_spec = HostSpec(match["name"], int(match["workers"] or slots), match["user"])
         # This host has several names, and its cores must be divided once.
-        known = shares.setdefault("localhost" if share.is_here else share.name, share)
-        if (share.workers, share.user) != (known.workers, known.user):
-            raise ConfigurationError(f"{share.name} is listed twice, with different slots.")
-    return [share for share in shares.values() if share.workers]
+        known = host_specs.setdefault("localhost" if host_spec.is_local else host_spec.name, host_spec)
+        if (host_spec.workers, host_spec.user) != (known.workers, known.user):
+            raise ConfigurationError(f"{host_spec.name} is listed twice, with different slots.")
+    return [host_spec for host_spec in host_specs.values() if host_spec.workers]
 
 
-def own_name(others: Sequence[HostShare]) -> str:
+def find_local_name(others: Sequence[HostSpec]) -> str:
     """Find a name or address at which other hosts reach this one; `127.0.0.1` if there is no other.
 
     Args:
@@ -145,8 +145,8 @@ def own_name(others: Sequence[HostShare]) -> str:
 
 
 def choose_hosts(
-    workers: int | None, hosts: str | None, hostfile: Path | None, *, every_place: bool = False, others: int = 0
-) -> list[HostShare]:
+    workers: int | None, hosts: str | None, hostfile: Path | None, *, all_slots: bool = False, others: int = 0
+) -> list[HostSpec]:
     """Choose the slots of the tasks: on this host, or the first slots of the given hosts. Tasks that are not workers
     get the remaining slots, or run on the last host if none remain.
 
@@ -154,7 +154,7 @@ def choose_hosts(
         workers: Number of workers; None for all slots of the hosts.
         hosts: Value of `--hosts`.
         hostfile: File that lists the hosts.
-        every_place: Whether to return all slots of the hosts, even if there are more than workers, which may use any of
+        all_slots: Whether to return all slots of the hosts, even if there are more than workers, which may use any of
             them.
         others: Number of tasks that are not workers.
 
@@ -163,30 +163,30 @@ def choose_hosts(
     if hosts is not None and hostfile is not None:
         raise ConfigurationError("--hosts and --hostfile both name hosts. Give one of them.")
     if hosts is None and hostfile is None:
-        return [HostShare("localhost", (workers or 1) + others)]
+        return [HostSpec("localhost", (workers or 1) + others)]
     # Comments may be in any encoding; names that this damages are not valid names.
     text = hostfile.read_text(encoding="utf-8", errors="replace") if hostfile else ""
-    shares = parse_hosts(hosts) if hosts is not None else parse_hostfile(text)
-    places = sum(share.workers for share in shares)
+    host_specs = parse_hosts(hosts) if hosts is not None else parse_hostfile(text)
+    num_slots = sum(host_spec.workers for host_spec in host_specs)
     if workers is None:
-        workers = places
-    if workers > places:
+        workers = num_slots
+    if workers > num_slots:
         raise ConfigurationError(
-            f"{workers} workers are requested, and the hosts have {places} places. Give more hosts, or larger numbers, "
-            f"for example --hosts {shares[0].name}:{shares[0].workers + workers - places}."
+            f"{workers} workers are requested, and the hosts have {num_slots} places. Give more hosts, or larger "
+            f"numbers, for example --hosts {host_specs[0].name}:{host_specs[0].workers + workers - num_slots}."
         )
-    if every_place:
-        return [replace(share, workers=min(share.workers, workers)) for share in shares]
-    chosen: list[HostShare] = []
+    if all_slots:
+        return [replace(host_spec, workers=min(host_spec.workers, workers)) for host_spec in host_specs]
+    chosen: list[HostSpec] = []
     count = workers + others
-    for share in shares:
+    for host_spec in host_specs:
         if count:
-            chosen.append(replace(share, workers=min(share.workers, count)))
+            chosen.append(replace(host_spec, workers=min(host_spec.workers, count)))
             count -= chosen[-1].workers
     return [*chosen[:-1], replace(chosen[-1], workers=chosen[-1].workers + count)]
 
 
-def check_interfaces(names: str | None, shares: Sequence[HostShare]) -> None:
+def check_interfaces(names: str | None, host_specs: Sequence[HostSpec]) -> None:
     """Check the value of `--network-interfaces`. Workers on one host do not need it; others use the hosts' names.
 
     Raises: ConfigurationError for an interface that this host does not have, or several hosts.
@@ -197,21 +197,21 @@ def check_interfaces(names: str | None, shares: Sequence[HostShare]) -> None:
     unknown = [name for name in names.split(",") if name not in known]
     if unknown:
         raise ConfigurationError(f"--network-interfaces: this host has no {unknown[0]!r}; it has {', '.join(known)}.")
-    if len(shares) > 1:
+    if len(host_specs) > 1:
         raise ConfigurationError(
             "--network-interfaces: the hosts' names determine which network is used. Leave the option out, and name "
             "the hosts in --hosts by their names or addresses in that network."
         )
 
 
-def _check(shares: Sequence[HostShare]) -> None:
-    names = [share.name for share in shares]
+def _check(host_specs: Sequence[HostSpec]) -> None:
+    names = [host_spec.name for host_spec in host_specs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        total = sum(share.workers for share in shares if share.name == twice)
+        total = sum(host_spec.workers for host_spec in host_specs if host_spec.name == twice)
         raise ConfigurationError(f"--hosts names {twice} twice. Write it once: {twice}:{total}.")
-    loopback = next((share.name for share in shares if share.is_loopback), None)
-    if loopback is not None and len(shares) > 1:
+    loopback = next((host_spec.name for host_spec in host_specs if host_spec.is_loopback), None)
+    if loopback is not None and len(host_specs) > 1:
         raise ConfigurationError(
             f"--hosts has {loopback} next to other hosts, which cannot reach this host under that name. "
             f"Use a name that all hosts resolve, perhaps {socket.gethostname()}."

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.config.launch_config import LaunchConfig
 from phalanx.launcher.elastic_hosts.host_pool import ElasticOptions
-from phalanx.launcher.host_slots import HostShare
+from phalanx.launcher.host_slots import HostSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +24,10 @@ class JobRequest:
     Attributes:
         arguments: The program's command line, as after `python`.
         tasks: Names of all tasks, in rank order; see `task_names`.
-        shares: The hosts, with as many slots as there are tasks; in an elastic job, with all their slots.
+        host_specs: The hosts, with as many slots as there are tasks; in an elastic job, with all their slots.
         config: See `LaunchConfig`.
         elastic: Options of an elastic job; None for a job of fixed size, which ends when it loses a worker.
-        spans_workers: Whether one program spans the devices of all workers. The size of such a job changes only at
+        is_single_program: Whether one program spans the devices of all workers. The size of such a job changes only at
             restarts: if it is elastic and loses a worker, all of it restarts with the remaining slots.
         size_reason: Reason for its number of workers; empty if the user chose it.
         dashboard: Options of the dashboard; None for no dashboard.
@@ -35,9 +35,9 @@ class JobRequest:
 
     arguments: Sequence[str]
     tasks: Sequence[str]
-    shares: Sequence[HostShare]
+    host_specs: Sequence[HostSpec]
     config: LaunchConfig
     elastic: ElasticOptions | None = None
-    spans_workers: bool = False
+    is_single_program: bool = False
     size_reason: str = ""
     dashboard: DashboardOptions | None = None

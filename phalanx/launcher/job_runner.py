@@ -40,7 +40,7 @@ from phalanx.launcher.restart_policy import EARLY_FAILURE_S, RestartPolicy
 from phalanx.launcher.stop_signals import stop_signals, stopped_by_signals
 from phalanx.launcher.task_table import SERVERS
 from phalanx.launcher.watching.watched_job import WatchedJob
-from phalanx.launcher.worker_placement import WorkerRecipe, place
+from phalanx.launcher.worker_placement import WorkerTemplate, place
 from phalanx.monitoring.console import Console, prefixes, width
 from phalanx.monitoring.startup_noise import LOUD
 
@@ -48,13 +48,13 @@ if TYPE_CHECKING:
     from phalanx.elastic.coordinator_server import CoordinatorServer
 
 # Delay before the launcher retries hosts that did not answer.
-GATHER_AGAIN_S = 10.0
+HOST_RETRY_S = 10.0
 # Open files of this process: its own, and those of each task on this host (pipes, progress file, port, ...).
 OWN_FILES = 32
 FILES_PER_TASK = 8
 # A progress bar needs this many columns. On narrower terminals, wrapped lines are the lesser evil.
 MIN_COLUMNS = 20
-MORE = "All frames, and the errors of the other tasks: phalanx run -v, or --log-dir"
+DETAILS_HINT = "All frames, and the errors of the other tasks: phalanx run -v, or --log-dir"
 
 
 def run_job(job: JobRequest) -> int:
@@ -81,10 +81,10 @@ def run_job(job: JobRequest) -> int:
             quiet=not job.config.verbose,
         )
         watched = stack.enter_context(WatchedJob(job, console.message, logs.events))
-        start = describe_start(job.tasks, len(job.shares), at_most=job.elastic is not None, reason=job.size_reason)
+        start = describe_start(job.tasks, len(job.host_specs), at_most=job.elastic is not None, reason=job.size_reason)
         console.message(f"phalanx: {start}")
 
-        def say(text: str) -> None:
+        def show_line(text: str) -> None:
             console.message(f"phalanx: {text}")
             watched.recorder.message(text)
 
@@ -92,7 +92,7 @@ def run_job(job: JobRequest) -> int:
             run = secrets.token_hex(8)
             outcome = _run_with_restarts(
                 lambda attempt: _run_once(job, console, watched, signals, f"{run}:{attempt}"),
-                say,
+                show_line,
                 job.config.max_restarts,
             )
         except OSError as error:
@@ -117,7 +117,7 @@ def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console, *, c
     if root_cause.success:
         return
     if root_cause.code == PreemptedError.exit_code and root_cause.cause is None:
-        console.message(f"phalanx: {_last_words(outcome)} (exit code {root_cause.code})")
+        console.message(f"phalanx: {_preemption_message(outcome)} (exit code {root_cause.code})")
         return
     is_interrupt = root_cause.code == INTERRUPTED_CODE
     if is_interrupt and not root_cause.was_requested and not config.verbose:  # in a worker, not in the terminal
@@ -129,7 +129,7 @@ def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console, *, c
             log_dir=config.log_dir,
             full=config.verbose,
             color=color,
-            hint="" if config.verbose else MORE,
+            hint="" if config.verbose else DETAILS_HINT,
         )
         console.message(page)
     if config.log_dir is not None:
@@ -139,7 +139,7 @@ def _report_failure(outcome: JobOutcome, job: JobRequest, console: Console, *, c
             console.message(f"phalanx: this report cannot be written to {config.log_dir}: {error.strerror}")
 
 
-def _last_words(outcome: JobOutcome) -> str:
+def _preemption_message(outcome: JobOutcome) -> str:
     """The last message of a preempted job: its chief's, which describes what was saved."""
     preempted = [exit_ for exit_ in outcome.exits if exit_.was_preempted]
     error = min(preempted, key=lambda exit_: exit_.rank).diagnostics.error if preempted else None
@@ -147,13 +147,13 @@ def _last_words(outcome: JobOutcome) -> str:
 
 
 def _run_with_restarts(
-    run_once: Callable[[int], JobOutcome], say: Callable[[str], None], max_restarts: int
+    run_once: Callable[[int], JobOutcome], show_line: Callable[[str], None], max_restarts: int
 ) -> JobOutcome:
     """Run the job. After a failure, restart all of it as long as that may help.
 
     Args:
         run_once: Runs the job; takes the number of earlier attempts.
-        say: Shows a line to the user and to those who watch the job.
+        show_line: Shows a line to the user and to those who watch the job.
         max_restarts: Maximum number of restarts.
     """
     policy = RestartPolicy(max_restarts, elastic=True)  # rank 0 represents the job; a host may cause its error
@@ -168,8 +168,8 @@ def _run_with_restarts(
             # restart after a loss, because the exit code of the error itself excludes another attempt.
             if not has_run or policy.delay_s(0, PeerLostError.exit_code, EARLY_FAILURE_S) is None:
                 raise
-            say(f"{error} Trying to start the job again ({policy.describe(0)})")
-            time.sleep(GATHER_AGAIN_S)
+            show_line(f"{error} Trying to start the job again ({policy.describe(0)})")
+            time.sleep(HOST_RETRY_S)
             continue
         has_run = True
         root_cause = outcome.root_cause
@@ -178,9 +178,9 @@ def _run_with_restarts(
         delay_s = policy.delay_s(0, root_cause.code, uptime_s) if has_failed else None
         if delay_s is None:
             if has_failed and max_restarts:
-                say(f"the job is not started again, after {policy.describe(0)} restarts")
+                show_line(f"the job is not started again, after {policy.describe(0)} restarts")
             return outcome
-        say(f"{root_cause.reason}. Starting the whole job again ({policy.describe(0)})")
+        show_line(f"{root_cause.reason}. Starting the whole job again ({policy.describe(0)})")
         time.sleep(delay_s)
 
 
@@ -189,7 +189,7 @@ def _run_once(
 ) -> JobOutcome:
     watched.record_start()
     with contextlib.ExitStack() as stack:
-        return _JobRun(request, console, watched, stack, run).to_end(signals)
+        return _JobRun(request, console, watched, stack, run).run(signals)
 
 
 class _JobRun:
@@ -197,7 +197,7 @@ class _JobRun:
 
     Args:
         stack: Closes what the run has opened.
-        run: See `WorkerRecipe`.
+        run: See `WorkerTemplate`.
     """
 
     def __init__(
@@ -208,26 +208,28 @@ class _JobRun:
         self._observer = ObserverGroup(_reporter(request, console, watched), watched.recorder)
         self._prefix_columns = width(prefixes(request.tasks, color=False)[0])
         restartable = request.config.restarts > 0
-        self._recipe = WorkerRecipe(
+        self._template = WorkerTemplate(
             request.arguments, request.tasks, request.config, restartable=restartable, run=run, prints_errors=False
         )
 
-    def to_end(self, signals: Sequence[signal.Signals]) -> JobOutcome:
+    def run(self, signals: Sequence[signal.Signals]) -> JobOutcome:
         """Start the tasks, and return when all have exited."""
-        elastic, begin = self._request.elastic, None
+        elastic, attach = self._request.elastic, None
         if elastic is None:
             streams = self._streams()
-            job = self._job(place(self._request.shares, self._recipe, self._selector, streams, self._console.message))
-        elif self._request.spans_workers:
-            job = self._spanning_job(elastic)
+            job = self._job(
+                place(self._request.host_specs, self._template, self._selector, streams, self._console.message)
+            )
+        elif self._request.is_single_program:
+            job = self._single_program_job(elastic)
         else:
-            job, begin = self._elastic_job(elastic)
+            job, attach = self._elastic_job(elastic)
         on_resize = None if self._console.columns is None else lambda: self._resize(job)
         # Before the first process starts, so that a signal during the start ends those that already run.
         self._stack.enter_context(stopped_by_signals(job, signals, on_resize))
         try:
             job.start()
-            pool, membership = (None, None) if begin is None else begin()
+            pool, membership = (None, None) if attach is None else attach()
             with self._watched.controlled(job, pool, membership):
                 return job.run()
         finally:
@@ -243,46 +245,46 @@ class _JobRun:
         self, elastic: ElasticOptions
     ) -> tuple[JobSupervisor, Callable[[], tuple[HostPool, CoordinatorServer]]]:
         """The job, and a function that begins to coordinate its members once it has started."""
-        pool = self._gathered_hosts(elastic)
+        pool = self._wait_for_hosts(elastic)
         start_timeout_s = self._request.config.start_timeout_s
         supervisor = self._stack.enter_context(
-            ElasticSupervisor(pool.shares, stays_here=pool.stays_here, start_timeout_s=start_timeout_s)
+            ElasticSupervisor(pool.host_specs, is_local_only=pool.is_local_only, start_timeout_s=start_timeout_s)
         )
         # Even without restarts, another worker may start in the slot, at the same port.
         placements = pool.first_placements(
-            replace(self._recipe, restartable=True, coordinator=supervisor.address, identity=supervisor.identity)
+            replace(self._template, restartable=True, coordinator=supervisor.address, identity=supervisor.identity)
         )
         job = self._job(placements, pool)
 
-        def begin() -> tuple[HostPool, CoordinatorServer]:
-            membership = supervisor.begin(job, elastic, _workers_in(placements), self._observer)
-            pool.begin(job, membership)
+        def attach() -> tuple[HostPool, CoordinatorServer]:
+            membership = supervisor.start(job, elastic, _workers_in(placements), self._observer)
+            pool.attach(job, membership)
             return pool, membership
 
-        return job, begin
+        return job, attach
 
-    def _spanning_job(self, elastic: ElasticOptions) -> JobSupervisor:
+    def _single_program_job(self, elastic: ElasticOptions) -> JobSupervisor:
         """The job of one program over all workers, with as many workers as there are slots now."""
-        placements = self._gathered_hosts(elastic).first_placements(self._recipe, is_fixed=True)
+        placements = self._wait_for_hosts(elastic).first_placements(self._template, is_fixed=True)
         workers = _workers_in(placements)
         if workers < elastic.maximum:
             self._observer.message(f"one program over {workers} workers, of {elastic.maximum} at most")
         return self._job(placements)
 
-    def _gathered_hosts(self, elastic: ElasticOptions) -> HostPool:
+    def _wait_for_hosts(self, elastic: ElasticOptions) -> HostPool:
         """The hosts of an elastic job, once enough have answered to begin."""
         pool = HostPool(
             self._request.tasks,
             self._selector,
             self._streams(),
             elastic,
-            shares=self._request.shares,
+            host_specs=self._request.host_specs,
             start_timeout_s=self._request.config.start_timeout_s,
             observer=self._observer,
-            relay=self._console.message,
+            on_host_line=self._console.message,
         )
         self._stack.callback(pool.close)
-        pool.gather()
+        pool.wait_for_hosts()
         return pool
 
     def _streams(self) -> OutputStreams:

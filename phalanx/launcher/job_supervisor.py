@@ -19,7 +19,7 @@ from phalanx.config.launch_config import LaunchConfig
 from phalanx.launcher.exit_handler import ExitHandler
 from phalanx.launcher.failures.output_tail import OutputTails
 from phalanx.launcher.failures.root_cause import RootCause, WorkerExit, find_root_cause
-from phalanx.launcher.host_event_loop import HostLoop
+from phalanx.launcher.host_event_loop import HostEventLoop
 from phalanx.launcher.host_messages import CheckpointBeforeExit, Event, Exited, Output, Started, WorkerReport
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.job_observer import JobObserver
@@ -93,7 +93,7 @@ class JobSupervisor:
             evaluator_grace_s=config.evaluator_grace_s,
             clock=clock,
         )
-        self.loop = HostLoop(selector, list(dict.fromkeys(placement.host for placement in placements)))
+        self.loop = HostEventLoop(selector, list(dict.fromkeys(placement.host for placement in placements)))
 
     # ---- external control
 

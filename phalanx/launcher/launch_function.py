@@ -14,7 +14,7 @@ from phalanx.config.launch_config import LaunchConfig
 from phalanx.errors import ConfigurationError, PeerLostError, PhalanxError
 from phalanx.launcher.failures import failure_report
 from phalanx.launcher.failures.root_cause import WorkerExit
-from phalanx.launcher.host_slots import MAX_WORKERS, HostShare
+from phalanx.launcher.host_slots import MAX_WORKERS, HostSpec
 from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.job_observer import JobObserver, ObserverGroup
 from phalanx.launcher.job_reporter import JobReporter
@@ -22,7 +22,7 @@ from phalanx.launcher.job_size import describe_start
 from phalanx.launcher.job_supervisor import JobOutcome, JobSupervisor
 from phalanx.launcher.log_directory import open_logs
 from phalanx.launcher.watching.job_recorder import JobRecorder
-from phalanx.launcher.worker_placement import WorkerRecipe, check_start_timeout, place, task_names
+from phalanx.launcher.worker_placement import WorkerTemplate, check_start_timeout, place, task_names
 from phalanx.monitoring.console import NOTEBOOK, Console
 from phalanx.runtime.bootstrap import FUNCTION
 from phalanx.runtime.worker_traceback import WorkerTraceback
@@ -85,7 +85,7 @@ def launch(
     )
     name = f"phalanx.launch({getattr(function, '__qualname__', type(function).__name__)})"
     try:
-        outcome = _run(name, WorkerRecipe([FUNCTION], task_names(workers), config, function=call))
+        outcome = _run(name, WorkerTemplate([FUNCTION], task_names(workers), config, function=call))
     except KeyboardInterrupt as interrupt:
         raise interrupt.with_traceback(None) from None  # the launcher's frames are of no interest
     if not outcome.root_cause.success:
@@ -102,17 +102,17 @@ def launch(
     return [_value(exit_, outcome.results[exit_.rank]) for exit_ in outcome.exits]
 
 
-def _run(name: str, recipe: WorkerRecipe) -> JobOutcome:
+def _run(name: str, template: WorkerTemplate) -> JobOutcome:
     from phalanx.launcher.job_request import JobRequest
     from phalanx.launcher.watching.watched_job import WatchedJob
 
-    tasks, config = recipe.tasks, recipe.config
-    shares = [HostShare("localhost", len(tasks))]
+    tasks, config = template.tasks, template.config
+    host_specs = [HostSpec("localhost", len(tasks))]
     with open_logs(config.log_dir, tasks) as logs, selectors.DefaultSelector() as selector:
         console = _console(tasks, logs.outputs)
-        with WatchedJob(JobRequest([name], tasks, shares, config), console.message, logs.events) as watched:
+        with WatchedJob(JobRequest([name], tasks, host_specs, config), console.message, logs.events) as watched:
             watched.record_start()
-            placements = place(shares, recipe, selector, OutputStreams(merged=True), console.message)
+            placements = place(host_specs, template, selector, OutputStreams(merged=True), console.message)
             observer = ObserverGroup(_observer(console, watched.recorder), watched.recorder)
             job = JobSupervisor(placements, selector, observer, config, merged=True)
             job.start()
@@ -201,5 +201,5 @@ def _raised(cause: WorkerExit, content: bytes | None) -> CallRaised | None:
         report = cause.diagnostics.error
         if report is None:
             return None
-        return function_call.CallRaised(function_call.stand_in(report.kind, report.message), report.traceback)
+        return function_call.CallRaised(function_call.replacement_error(report.kind, report.message), report.traceback)
     return result if isinstance(result, function_call.CallRaised) else None

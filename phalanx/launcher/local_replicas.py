@@ -411,7 +411,7 @@ class _ReplicaSupervisor(JobObserver):
 def _failed_by_itself() -> bool:
     """Whether this process exits because of an error that is not a consequence of a replica's error."""
     error = getattr(sys, "last_value", None)
-    return error is not None and exit_codes.of_error(error) not in exit_codes.CONSEQUENCES
+    return error is not None and exit_codes.code_for_error(error) not in exit_codes.CONSEQUENCE_CERTAINTY
 
 
 def _end_process(code: int) -> NoReturn:

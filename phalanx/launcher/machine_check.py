@@ -1,7 +1,7 @@
 """`phalanx doctor` without a cluster: checks whether this machine, and those of `--hosts`, can train.
 
-`judge` evaluates facts. The other checks are trials: they import each backend in a separate process, open a port, and
-start Phalanx's agent on other hosts through ssh, as `phalanx run` does.
+`check_machine` evaluates facts. The other checks are trials: they import each backend in a separate process, open a
+port, and start Phalanx's agent on other hosts through ssh, as `phalanx run` does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from phalanx.config.environment_variables import KERAS_BACKEND
 from phalanx.config.keras_backends import BACKENDS, installed_backends, keras_backend
 from phalanx.devices.gpu_count import ON_DEMAND_ALLOCATION
 from phalanx.errors import PhalanxError, RendezvousError
-from phalanx.launcher.host_slots import HostShare
+from phalanx.launcher.host_slots import HostSpec
 from phalanx.launcher.hosts.ssh_host import SSHHost
 from phalanx.launcher.machine import Machine, as_gib, describe_machine, describe_quota
 from phalanx.launcher.worker_placement import START_TIMEOUT_S
@@ -59,16 +59,16 @@ print(json.dumps([module.__version__, gpus]))
 """
 
 
-class Verdict(enum.Enum):
+class Severity(enum.Enum):
     OK = "ok"
     NOTE = "note"
     PROBLEM = "problem"
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """The result of one check."""
 
-    verdict: Verdict
+    severity: Severity
     text: str
 
 
@@ -85,7 +85,7 @@ class BackendProbe(NamedTuple):
     error: str
 
 
-def run(hosts: Sequence[HostShare] = ()) -> int:
+def run(hosts: Sequence[HostSpec] = ()) -> int:
     """Examine this machine and other hosts, print the findings, and return the exit code: 0 if there is no problem."""
     console = Console()
     environment = process_environment()
@@ -93,76 +93,78 @@ def run(hosts: Sequence[HostShare] = ()) -> int:
     found = []
     with console.status("importing the backends"):
         backends = probe_backends(environment)
-    chosen = judge_choice(keras_backend(environment), [backend.name for backend in backends])
-    for finding in (*judge(machine, backends), *chosen, _check_port(), *_check_hosts(hosts, console)):
-        found.append(finding)
-        color = {Verdict.OK: "green", Verdict.NOTE: "yellow", Verdict.PROBLEM: "red"}[finding.verdict]
-        line = f"[{color}]{finding.verdict.value:<8}[/] {escape(finding.text)}"
+    chosen = check_backend_choice(keras_backend(environment), [backend.name for backend in backends])
+    for result in (*check_machine(machine, backends), *chosen, _check_port(), *_check_hosts(hosts, console)):
+        found.append(result)
+        color = {Severity.OK: "green", Severity.NOTE: "yellow", Severity.PROBLEM: "red"}[result.severity]
+        line = f"[{color}]{result.severity.value:<8}[/] {escape(result.text)}"
         console.print(line, highlight=False, soft_wrap=True)
-    return RendezvousError.exit_code if any(each.verdict is Verdict.PROBLEM for each in found) else 0
+    return RendezvousError.exit_code if any(each.severity is Severity.PROBLEM for each in found) else 0
 
 
-def judge(machine: Machine, backends: Sequence[BackendProbe]) -> Iterator[Finding]:
+def check_machine(machine: Machine, backends: Sequence[BackendProbe]) -> Iterator[CheckResult]:
     """Evaluate whether a machine is fit for training."""
-    yield Finding(Verdict.OK, f"{machine.system}, Python {machine.python}")
-    yield Finding(Verdict.OK, f"{machine.cores} cores{describe_quota(machine)}; {', '.join(machine.gpus) or 'no GPU'}")
-    yield _judge_memory(machine)
-    yield _judge_shared_memory(machine)
-    yield _judge_descriptors(machine)
+    yield CheckResult(Severity.OK, f"{machine.system}, Python {machine.python}")
+    yield CheckResult(
+        Severity.OK, f"{machine.cores} cores{describe_quota(machine)}; {', '.join(machine.gpus) or 'no GPU'}"
+    )
+    yield _check_memory(machine)
+    yield _check_shared_memory(machine)
+    yield _check_descriptors(machine)
     for backend in backends:
-        yield _judge_backend(machine, backend)
+        yield _check_backend(machine, backend)
     if not backends:
-        yield Finding(Verdict.PROBLEM, f"no backend is installed: pip install one of {', '.join(BACKENDS)}")
+        yield CheckResult(Severity.PROBLEM, f"no backend is installed: pip install one of {', '.join(BACKENDS)}")
     if "keras" not in machine.packages:
-        yield Finding(Verdict.PROBLEM, "Keras is not installed: pip install keras")
+        yield CheckResult(Severity.PROBLEM, "Keras is not installed: pip install keras")
 
 
-def _judge_memory(machine: Machine) -> Finding:
+def _check_memory(machine: Machine) -> CheckResult:
     text = f"memory: {as_gib(machine.free_memory)} of {as_gib(machine.memory)} free"
     if machine.free_memory is not None and machine.free_memory < 2 * WORKER_MEMORY:
-        return Finding(Verdict.NOTE, f"{text}; a worker needs about 1 GiB, and the memory of the whole model")
-    return Finding(Verdict.OK, text)
+        return CheckResult(Severity.NOTE, f"{text}; a worker needs about 1 GiB, and the memory of the whole model")
+    return CheckResult(Severity.OK, text)
 
 
-def _judge_shared_memory(machine: Machine) -> Finding:
+def _check_shared_memory(machine: Machine) -> CheckResult:
     if machine.shared_memory is None:
-        return Finding(
-            Verdict.NOTE,
+        return CheckResult(
+            Severity.NOTE,
             "/dev/shm cannot be written to: processes that load data (PyTorch's DataLoader) need it",
         )
     text = f"/dev/shm: {as_gib(machine.shared_memory)} free"
     if machine.shared_memory <= SMALL_SHARED_MEMORY:
-        return Finding(
-            Verdict.NOTE, f"{text}; give a container more with --shm-size, or delete what jobs have left there"
+        return CheckResult(
+            Severity.NOTE, f"{text}; give a container more with --shm-size, or delete what jobs have left there"
         )
-    return Finding(Verdict.OK, text)
+    return CheckResult(Severity.OK, text)
 
 
-def _judge_descriptors(machine: Machine) -> Finding:
+def _check_descriptors(machine: Machine) -> CheckResult:
     _, hard = machine.descriptors
     if 0 <= hard < FEW_DESCRIPTORS:
-        return Finding(Verdict.NOTE, f"open files: at most {hard}; a job of many workers needs more (ulimit -Hn)")
-    return Finding(Verdict.OK, f"open files: {'no limit' if hard < 0 else f'at most {hard}'}")
+        return CheckResult(Severity.NOTE, f"open files: at most {hard}; a job of many workers needs more (ulimit -Hn)")
+    return CheckResult(Severity.OK, f"open files: {'no limit' if hard < 0 else f'at most {hard}'}")
 
 
-def _judge_backend(machine: Machine, backend: BackendProbe) -> Finding:
+def _check_backend(machine: Machine, backend: BackendProbe) -> CheckResult:
     if backend.error:
-        return Finding(Verdict.PROBLEM, f"{backend.name} is installed, but cannot be imported: {backend.error}")
+        return CheckResult(Severity.PROBLEM, f"{backend.name} is installed, but cannot be imported: {backend.error}")
     text = f"{backend.name} {backend.version}: {', '.join(backend.gpus) or 'CPU only'}"
     if machine.gpus and not backend.gpus:
-        return Finding(
-            Verdict.NOTE,
+        return CheckResult(
+            Severity.NOTE,
             f"{text}, although this machine has {len(machine.gpus)} GPU(s): a build for CPUs, or another CUDA version",
         )
-    return Finding(Verdict.OK, text)
+    return CheckResult(Severity.OK, text)
 
 
-def judge_choice(chosen: str, installed: Sequence[str]) -> Iterator[Finding]:
+def check_backend_choice(chosen: str, installed: Sequence[str]) -> Iterator[CheckResult]:
     """Evaluate the backend that Keras uses without `--backend`."""
     if installed and chosen not in installed:
         why = "not installed" if chosen in BACKENDS else "not a backend that Phalanx trains on"
-        yield Finding(
-            Verdict.NOTE,
+        yield CheckResult(
+            Severity.NOTE,
             f"Keras is set to run on {chosen}, which is {why}: pass --backend {installed[0]}, or set KERAS_BACKEND",
         )
 
@@ -194,25 +196,27 @@ def probe_backend(name: str, environment: Mapping[str, str]) -> BackendProbe:
     return BackendProbe(name, version, gpus, "")
 
 
-def _check_port() -> Finding:
+def _check_port() -> CheckResult:
     try:
         with listen_at(LOOPBACK) as listener, socket.create_connection(listener.getsockname(), CONNECT_TIMEOUT_S):
-            return Finding(Verdict.OK, "ports of this machine can be opened and reached")
+            return CheckResult(Severity.OK, "ports of this machine can be opened and reached")
     except OSError as error:
-        return Finding(Verdict.PROBLEM, f"a port of this machine cannot be opened and reached: {error}")
+        return CheckResult(Severity.PROBLEM, f"a port of this machine cannot be opened and reached: {error}")
 
 
-def _check_hosts(shares: Sequence[HostShare], console: Console) -> Iterator[Finding]:
+def _check_hosts(host_specs: Sequence[HostSpec], console: Console) -> Iterator[CheckResult]:
     """Start an agent on each other host, as a job would, and connect to a port that it opens."""
-    for share in shares:
-        if share.is_here:
-            yield Finding(Verdict.OK, f"{share.name}: this machine, checked above; it needs no ssh")
+    for host_spec in host_specs:
+        if host_spec.is_local:
+            yield CheckResult(Severity.OK, f"{host_spec.name}: this machine, checked above; it needs no ssh")
     with selectors.DefaultSelector() as selector:
 
-        def say(line: str) -> None:  # no markup: it begins with the host in brackets
+        def show_line(line: str) -> None:  # no markup: it begins with the host in brackets
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-        hosts = [SSHHost(selector, share, say=say) for share in shares if not share.is_here]
+        hosts = [
+            SSHHost(selector, host_spec, show_line=show_line) for host_spec in host_specs if not host_spec.is_local
+        ]
         started_at = time.monotonic()
         try:
             for host in hosts:
@@ -224,18 +228,18 @@ def _check_hosts(shares: Sequence[HostShare], console: Console) -> Iterator[Find
                 host.close()
 
 
-def _check_host(host: SSHHost, started_at: float) -> Finding:
+def _check_host(host: SSHHost, started_at: float) -> CheckResult:
     try:
         port = host.ports(started_at + START_TIMEOUT_S)[0]
     except PhalanxError as error:
-        return Finding(Verdict.PROBLEM, f"{host.name}: {error}")
+        return CheckResult(Severity.PROBLEM, f"{host.name}: {error}")
     text = f"{host.name}: Phalanx answers through ssh after {time.monotonic() - started_at:.1f} s, in {os.getcwd()}"
     try:
         with connect(Address(host.name.strip("[]"), port), host.name, deadline=time.monotonic() + CONNECT_TIMEOUT_S):
-            return Finding(Verdict.OK, f"{text}; its ports can be reached")
+            return CheckResult(Severity.OK, f"{text}; its ports can be reached")
     except PhalanxError as error:
-        return Finding(
-            Verdict.PROBLEM,
+        return CheckResult(
+            Severity.PROBLEM,
             f"{text}, but its port {port} cannot be reached: {error}. Workers connect to each other at ports that the "
             "system chooses: let them through the firewall.",
         )

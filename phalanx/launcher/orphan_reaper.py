@@ -19,9 +19,9 @@ REAP_WAIT_S = 5.0
 MAX_ROUNDS = 100
 
 _is_adopting = False
-_others: set[int] = set()
+_exempt_pids: set[int] = set()
 """Children that existed before this process adopted any, as in `tensorboard & exec phalanx run ...`. Never killed."""
-_awaited: dict[int, subprocess.Popen[bytes]] = {}
+_popen_children: dict[int, subprocess.Popen[bytes]] = {}
 """Children with a `Popen`, by process id. If they were reaped here, their `Popen` would report exit code 0."""
 
 
@@ -29,21 +29,21 @@ def adopt_orphans() -> None:
     """Make this process the parent of its descendants whose parent dies, so that it can kill them."""
     global _is_adopting
     if sys.platform == "linux":
-        _others.update(_children())
+        _exempt_pids.update(_children())
         _is_adopting = True
         # Ignore a refusal by the kernel or a sandbox: the orphan guards still kill the workers' process groups.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def spare(pid: int) -> None:
+def exempt(pid: int) -> None:
     """Spare this child, which does not belong to the job, from being killed with it."""
-    _others.add(pid)
+    _exempt_pids.add(pid)
 
 
-def await_end(process: subprocess.Popen[bytes]) -> None:
+def exclude_from_reaping(process: subprocess.Popen[bytes]) -> None:
     """Exclude this process from reaping: only its `Popen` may wait for it."""
     if _is_adopting:
-        _awaited[process.pid] = process
+        _popen_children[process.pid] = process
 
 
 def reap_orphans() -> None:
@@ -53,18 +53,18 @@ def reap_orphans() -> None:
     """
     if not _is_adopting:
         return
-    for pid, process in list(_awaited.items()):
+    for pid, process in list(_popen_children.items()):
         if process.returncode is not None:  # its id may be reused by an orphan
-            _awaited.pop(pid)
+            _popen_children.pop(pid)
     for pid in _children():
-        if pid not in _others and pid not in _awaited:
+        if pid not in _exempt_pids and pid not in _popen_children:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 
 
 def end_orphans() -> None:
     """Kill and reap every child that this process has started or adopted, and what these leave behind."""
-    spared = set(_others)
+    spared = set(_exempt_pids)
     for _ in range(MAX_ROUNDS):
         orphans = [pid for pid in _children() if pid not in spared]
         if not orphans:

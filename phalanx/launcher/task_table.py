@@ -20,7 +20,7 @@ from phalanx.errors import EvictedError, PeerLostError, PreemptedError, Rendezvo
 from phalanx.launcher.failures.root_cause import WorkerExit
 from phalanx.launcher.host_messages import WorkerDiagnostics
 from phalanx.launcher.hosts.base_host import WorkerPlacement
-from phalanx.runtime.exit_codes import CONSEQUENCES
+from phalanx.runtime.exit_codes import CONSEQUENCE_CERTAINTY
 
 EVALUATORS = "evaluator/"
 SERVERS = "ps/"
@@ -298,6 +298,6 @@ def find_abort_causes(table: TaskTable, num_exits_before: int) -> list[WorkerExi
 def _is_echo(exit_: WorkerExit, num_exits_before: int) -> bool:
     """Whether a task exited because the job ended."""
     error = exit_.diagnostics.error
-    not_own = (*CONSEQUENCES, RendezvousError.exit_code, EvictedError.exit_code, PreemptedError.exit_code)
+    not_own = (*CONSEQUENCE_CERTAINTY, RendezvousError.exit_code, EvictedError.exit_code, PreemptedError.exit_code)
     own = error is not None and not error.interrupted and error.code not in not_own
     return (exit_.was_ended_by_launcher or exit_.exit_index >= num_exits_before) and not own

@@ -116,7 +116,7 @@ def job_settings(
         config: Backend, start timeout and preemption signal.
         return_timeout_s: Seconds that tasks wait for a restarted task; None: the default.
         coordinator: Address of the elastic coordinator; None for a job of fixed size.
-        run: See `WorkerRecipe`.
+        run: See `WorkerTemplate`.
     """
     secret, job_id = identity
     settings = {

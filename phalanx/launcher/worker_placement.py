@@ -13,7 +13,7 @@ from phalanx.config.launch_config import LaunchConfig
 from phalanx.config.task_names import trains
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.host_messages import WorkerSpec
-from phalanx.launcher.host_slots import HostShare
+from phalanx.launcher.host_slots import HostSpec
 from phalanx.launcher.hosts.base_host import WorkerHost, WorkerPlacement
 from phalanx.launcher.hosts.local_host import LocalHost
 from phalanx.launcher.hosts.output_streams import OutputStreams
@@ -63,7 +63,7 @@ def task_names(workers: int, *, chief: bool = False, servers: int = 0, evaluator
 
 
 @dataclass(frozen=True)
-class WorkerRecipe:
+class WorkerTemplate:
     """The settings that the workers of a job have in common.
 
     Attributes:
@@ -127,44 +127,48 @@ class WorkerRecipe:
 
 
 def place(
-    shares: Sequence[HostShare],
-    recipe: WorkerRecipe,
+    host_specs: Sequence[HostSpec],
+    template: WorkerTemplate,
     selector: selectors.BaseSelector,
     streams: OutputStreams,
-    say: Callable[[str], None],
+    show_line: Callable[[str], None],
 ) -> list[WorkerPlacement]:
     """Connect to the hosts and place the tasks on them, without starting any.
 
     Args:
-        shares: The hosts, with one slot for each task, in order.
-        recipe: Settings that the tasks have in common.
+        host_specs: The hosts, with one slot for each task, in order.
+        template: Settings that the tasks have in common.
         selector: Wakes when a host has something to report.
         streams: Output streams for workers on this host.
-        say: See `SSHHost`.
+        show_line: See `SSHHost`.
 
     Raises: RendezvousError or ConfigurationError if another host cannot take part.
     """
     hosts: list[LocalHost | SSHHost] = []
     try:
-        for share in shares:
-            host = LocalHost(selector, streams=streams) if share.is_here else SSHHost(selector, share, say=say)
+        for host_spec in host_specs:
+            host = (
+                LocalHost(selector, streams=streams)
+                if host_spec.is_local
+                else SSHHost(selector, host_spec, show_line=show_line)
+            )
             hosts.append(host)
             if isinstance(host, SSHHost):
                 host.connect()  # in parallel, so that the total time is that of the slowest host
         addresses: list[str] = []
         owners: list[WorkerHost] = []
-        deadline = time.monotonic() + (recipe.config.start_timeout_s or START_TIMEOUT_S)
-        for share, host in zip(shares, hosts, strict=True):
-            name = LOOPBACK if share.is_loopback else share.name
+        deadline = time.monotonic() + (template.config.start_timeout_s or START_TIMEOUT_S)
+        for host_spec, host in zip(host_specs, hosts, strict=True):
+            name = LOOPBACK if host_spec.is_loopback else host_spec.name
             if isinstance(host, SSHHost):
                 ports = host.ports(deadline)
             else:
-                host.name = share.name
-                ports = host.prepare(share.workers, address=name)
+                host.name = host_spec.name
+                ports = host.prepare(host_spec.workers, address=name)
             addresses += [f"{name}:{port}" for port in ports]
-            owners += [host] * share.workers
+            owners += [host] * host_spec.workers
     except BaseException:
         for host in hosts:
             host.close()
         raise
-    return [recipe.placement(rank, addresses, host) for rank, host in enumerate(owners)]
+    return [template.placement(rank, addresses, host) for rank, host in enumerate(owners)]

@@ -84,7 +84,7 @@ class WorkerBootstrap:
 
 def main() -> None:
     start = WorkerBootstrap.decode(process_environment().pop(WORKER_BOOTSTRAP))
-    orphan_guard.end_with_launcher(start.guard)
+    orphan_guard.die_with_launcher(start.guard)
     core_affinity.bind(start.cores)  # before anything can start threads
     for fd in (start.stacks, start.error):
         os.set_inheritable(fd, False)
@@ -103,7 +103,7 @@ def main() -> None:
         _run_function(start, reporter)
     try:
         run_program(arguments)
-        _warn_of_training_apart(is_over=True)
+        _warn_if_not_distributed(is_over=True)
         reporter.record_success()
     except SystemExit as end:
         error = end.__cause__ or end.__context__
@@ -114,7 +114,7 @@ def main() -> None:
         if end.code:
             # As after an uncaught error. The launcher learns the code only from the exit, and its grace period begins
             # when it sees that another worker has lost this one.
-            process_exit.end_within(0.9 * LaunchConfig.from_environment().grace_s, exit_codes.of_system_exit(end))
+            process_exit.exit_after(0.9 * LaunchConfig.from_environment().grace_s, exit_codes.code_for_system_exit(end))
         raise
     except BaseException as error:
         if sys.excepthook is not hook:  # a custom hook, which may not call ours
@@ -149,10 +149,10 @@ def _report_import(library: str | None) -> None:
         installed_backend.replace_missing_backend()
     progress.report(f"{progress.IMPORT_OF}{library}" if library else "start of the program")
     if library is None:
-        _warn_of_training_apart(is_over=False)
+        _warn_if_not_distributed(is_over=False)
 
 
-def _warn_of_training_apart(*, is_over: bool) -> None:
+def _warn_if_not_distributed(*, is_over: bool) -> None:
     """In a program that has imported Keras, warn about training that no strategy distributes."""
     if "keras" in sys.modules:
         from phalanx.runtime import undistributed_fit
@@ -171,7 +171,7 @@ def _run_function(start: WorkerBootstrap, reporter: _CrashReporter) -> NoReturn:
     if code == 0:
         reporter.record_success()
     else:
-        process_exit.end_within(LaunchConfig.from_environment().grace_s, code)
+        process_exit.exit_after(LaunchConfig.from_environment().grace_s, code)
     sys.exit(code)
 
 
@@ -236,7 +236,7 @@ class _CrashReporter:
         with contextlib.suppress(Exception):
             from phalanx.runtime import crash_report
 
-            return self._write(crash_report.encode(crash_report.of_error(error)))
+            return self._write(crash_report.encode(crash_report.build_report(error)))
         return False
 
     def record_success(self) -> None:
@@ -283,7 +283,7 @@ class _ErrorRecorder:
             show(kind, error, traceback)
         finally:
             if isinstance(error, Exception) and not isinstance(error, PreemptedError):
-                process_exit.end_within(LaunchConfig.from_environment().grace_s, exit_codes.of_error(error))
+                process_exit.exit_after(LaunchConfig.from_environment().grace_s, exit_codes.code_for_error(error))
 
 
 def _print_error(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -42,7 +42,7 @@ class CrashReport(msgspec.Struct, frozen=True):
     origin: str = ""
 
 
-def of_error(error: BaseException) -> CrashReport:
+def build_report(error: BaseException) -> CrashReport:
     text = _bounded("".join(traceback.format_exception(error)))
     chain = list(exit_codes.causes(error, handled=True))
     return CrashReport(
@@ -53,8 +53,8 @@ def of_error(error: BaseException) -> CrashReport:
         silent=next((each.peer for each in chain if isinstance(each, LinkTimeoutError)), None),
         code=next((each.exit_code for each in chain if isinstance(each, PhalanxError)), 1),
         interrupted="KeyboardInterrupt" in text,  # libraries wrap it in their own errors
-        folded=_bounded(folded_traceback.folded(error)),
-        origin=_bounded(folded_traceback.origin(error)),
+        folded=_bounded(folded_traceback.format_folded(error)),
+        origin=_bounded(folded_traceback.find_origin(error)),
     )
 
 

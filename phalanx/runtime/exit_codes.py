@@ -13,11 +13,11 @@ from phalanx import errors
 from phalanx.errors import SIGNAL_BASE
 
 # Exit codes of processes whose failure is a consequence of another's; the larger the number, the more certain.
-CONSEQUENCES = {errors.PeerLostError.exit_code: 2, errors.CollectiveTimeoutError.exit_code: 1}
+CONSEQUENCE_CERTAINTY = {errors.PeerLostError.exit_code: 2, errors.CollectiveTimeoutError.exit_code: 1}
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
+class ExitCodeInfo:
     """The meaning of an exit code: the error's name, one sentence, and what to check."""
 
     name: str
@@ -77,38 +77,38 @@ _ERRORS: dict[type[errors.PhalanxError | errors.PreemptedError], tuple[str, str]
 }
 """One sentence about each error, and what to check."""
 
-MEANINGS: dict[int, Meaning] = {
-    0: Meaning("success", "the program ended without error", "nothing"),
-    1: Meaning(
+EXIT_CODE_INFO: dict[int, ExitCodeInfo] = {
+    0: ExitCodeInfo("success", "the program ended without error", "nothing"),
+    1: ExitCodeInfo(
         "the program's own error",
         "the program raised an exception, or ended itself with this code",
         "the traceback; whether the program fails in the same way on one process",
     ),
-    2: Meaning("usage", "the command line was not understood", "`phalanx run --help`"),
-    **{error.exit_code: Meaning(error.__name__, *texts) for error, texts in _ERRORS.items()},
-    SIGNAL_BASE + signal.SIGINT: Meaning("interrupted", "Ctrl-C was pressed", "nothing"),
-    SIGNAL_BASE + signal.SIGTERM: Meaning(
+    2: ExitCodeInfo("usage", "the command line was not understood", "`phalanx run --help`"),
+    **{error.exit_code: ExitCodeInfo(error.__name__, *texts) for error, texts in _ERRORS.items()},
+    SIGNAL_BASE + signal.SIGINT: ExitCodeInfo("interrupted", "Ctrl-C was pressed", "nothing"),
+    SIGNAL_BASE + signal.SIGTERM: ExitCodeInfo(
         "terminated", "SIGTERM was received", "who ended the job: the scheduler, a time limit, `kill`"
     ),
-    SIGNAL_BASE + signal.SIGHUP: Meaning(
+    SIGNAL_BASE + signal.SIGHUP: ExitCodeInfo(
         "hang-up",
         "the terminal or the ssh connection was closed",
         "start long jobs under tmux, nohup or a scheduler",
     ),
-    SIGNAL_BASE + signal.SIGKILL: Meaning(
+    SIGNAL_BASE + signal.SIGKILL: ExitCodeInfo(
         "killed",
         "SIGKILL was received, which a process cannot catch",
         "memory: the kernel kills the largest process when none is left (`dmesg | grep -i oom`, the container's limit)",
     ),
-    SIGNAL_BASE + signal.SIGSEGV: Meaning(
+    SIGNAL_BASE + signal.SIGSEGV: ExitCodeInfo(
         "segmentation fault",
         "native code accessed memory that is not its own",
         "the stack below; versions of the backend and of other native packages",
     ),
-    SIGNAL_BASE + signal.SIGABRT: Meaning(
+    SIGNAL_BASE + signal.SIGABRT: ExitCodeInfo(
         "abort", "native code aborted", "the last lines of the task's output; versions of the backend"
     ),
-    SIGNAL_BASE + signal.SIGBUS: Meaning(
+    SIGNAL_BASE + signal.SIGBUS: ExitCodeInfo(
         "bus error",
         "mapped memory could not be provided",
         "free space in /dev/shm and of the file systems whose files are mapped",
@@ -116,14 +116,14 @@ MEANINGS: dict[int, Meaning] = {
 }
 
 
-def meaning(code: int) -> Meaning:
+def info_for_code(code: int) -> ExitCodeInfo:
     """The meaning of an exit code; a general one for codes that are not in the table."""
-    if code in MEANINGS:
-        return MEANINGS[code]
+    if code in EXIT_CODE_INFO:
+        return EXIT_CODE_INFO[code]
     if code - SIGNAL_BASE in signal.valid_signals():
         name = signal_name(code - SIGNAL_BASE)
-        return Meaning(name, f"the process was ended by {name}", "who or what sent the signal")
-    return MEANINGS[1]
+        return ExitCodeInfo(name, f"the process was ended by {name}", "who or what sent the signal")
+    return EXIT_CODE_INFO[1]
 
 
 def signal_name(number: int) -> str:
@@ -145,12 +145,12 @@ def describe_exit(returncode: int | None) -> str:
     return f"ended with exit code {returncode}"
 
 
-def of_return_code(returncode: int) -> int:
+def code_for_return_code(returncode: int) -> int:
     """The exit code as a shell reports it: 128 + n for a process killed by signal n."""
     return SIGNAL_BASE - returncode if returncode < 0 else returncode
 
 
-def of_error(error: BaseException) -> int:
+def code_for_error(error: BaseException) -> int:
     """The exit code of a process that does not catch `error`.
 
     An error raised `from` one of Phalanx's errors counts as that error: wrapping does not change the cause.
@@ -158,7 +158,7 @@ def of_error(error: BaseException) -> int:
     return next((cause.exit_code for cause in causes(error) if isinstance(cause, errors.PhalanxError)), 1)
 
 
-def of_system_exit(end: SystemExit) -> int:
+def code_for_system_exit(end: SystemExit) -> int:
     """The exit code of a process that calls `sys.exit(end.code)`: 1 for a message."""
     return end.code if isinstance(end.code, int) else int(end.code is not None)
 

@@ -17,7 +17,7 @@ class _Job(NamedTuple):
     has_servers: bool
 
 
-def workers_of_first() -> int:
+def worker_count_if_first() -> int:
     """Number of tasks that train if this is the first of them by TF_CONFIG; otherwise 0."""
     job = _job()
     return job.workers if job.is_first else 0

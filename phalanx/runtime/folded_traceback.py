@@ -46,7 +46,7 @@ def library_of(filename: str) -> str | None:
     return PYTHON if filename.startswith(_STANDARD_LIBRARY) else None
 
 
-def fold(frames: Iterable[traceback.FrameSummary], program: str | None = None) -> list[str]:
+def fold_frames(frames: Iterable[traceback.FrameSummary], program: str | None = None) -> list[str]:
     """Format frames, counting those of libraries.
 
     Args:
@@ -77,10 +77,10 @@ class _FoldedStack(traceback.StackSummary):
     program: str | None = None
 
     def format(self, **_: Any) -> list[str]:
-        return fold(self, self.program)
+        return fold_frames(self, self.program)
 
 
-def folded(error: BaseException) -> str:
+def format_folded(error: BaseException) -> str:
     """Format the traceback of an error, including its causes, with the frames of libraries folded."""
     whole = traceback.TracebackException.from_exception(error)
     program = _program(whole.stack)
@@ -92,7 +92,7 @@ def folded(error: BaseException) -> str:
     return "".join(whole.format())
 
 
-def origin(error: BaseException) -> str:
+def find_origin(error: BaseException) -> str:
     """The innermost line of the program's code in an error's traceback; empty if there is none."""
     if isinstance(error, SyntaxError) and error.filename and library_of(error.filename) is None:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"

@@ -73,7 +73,7 @@ def run(function_fd: int, result_fd: int, record: Callable[[BaseException], obje
     except Exception as error:
         record(error)
         content = encode_error(error)
-        code = exit_codes.of_error(error)
+        code = exit_codes.code_for_error(error)
     with os.fdopen(result_fd, "wb") as file:
         file.write(content)
     return code
@@ -83,7 +83,7 @@ def encode_error(error: BaseException) -> bytes:
     """Pickle a `CallRaised`, with a `RuntimeError` of the same text if the error cannot be pickled."""
     text = "".join(traceback.format_exception(error))
     error = error.with_traceback(None)
-    for content in (error, _WithoutInit(error)):
+    for content in (error, _PickledWithoutInit(error)):
         try:
             pickled: bytes = dumps(CallRaised(content, text))  # type: ignore[arg-type]
             pickle.loads(pickled)  # an error whose __init__ has other arguments pickles but does not unpickle
@@ -91,10 +91,10 @@ def encode_error(error: BaseException) -> bytes:
             logger.debug("%r cannot be pickled: %r", content, reason)
         else:
             return pickled
-    return dumps(CallRaised(stand_in(type(error).__name__, exit_codes.message(error)), text))
+    return dumps(CallRaised(replacement_error(type(error).__name__, exit_codes.message(error)), text))
 
 
-class _WithoutInit:
+class _PickledWithoutInit:
     """Replaces an error in a pickle, so that unpickling does not call its `__init__`: an error keeps only the arguments
     of `Exception.__init__`, which may not fit."""
 
@@ -111,6 +111,6 @@ def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, 
     return error
 
 
-def stand_in(kind: str, message: str) -> RuntimeError:
+def replacement_error(kind: str, message: str) -> RuntimeError:
     """Build a replacement for an error that cannot be pickled."""
     return RuntimeError(f"{kind}: {message}")

@@ -11,7 +11,7 @@ import sys
 from phalanx.config.environment import process_environment, set_variables
 from phalanx.config.environment_variables import KERAS_BACKEND
 from phalanx.config.keras_backends import BACKENDS, installed_backends, keras_backend
-from phalanx.runtime.first_worker import workers_of_first
+from phalanx.runtime.first_worker import worker_count_if_first
 
 logger = logging.getLogger(__name__)
 
@@ -27,5 +27,5 @@ def replace_missing_backend() -> None:
     # Prefer a backend that the program has already imported.
     backend = next((name for name in installed if name in sys.modules), installed[0])
     set_variables({KERAS_BACKEND: backend})
-    if workers_of_first():
+    if worker_count_if_first():
         logger.warning("%s is not installed, so Keras runs on %s. To choose, set %s.", chosen, backend, KERAS_BACKEND)

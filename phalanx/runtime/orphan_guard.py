@@ -23,24 +23,24 @@ import weakref
 
 
 class OrphanGuard:
-    """The launcher's end: the worker lives until `cut` is called or this process exits."""
+    """The launcher's end: the worker lives until `kill_group` is called or this process exits."""
 
     def __init__(self) -> None:
-        self.worker_end, self._own_end = os.pipe()
+        self.read_fd, self._write_fd = os.pipe()
         _open_guards.add(self)
 
     def started(self) -> None:
         """Close the worker's end in this process, once the worker has inherited it."""
-        if self.worker_end >= 0:
-            os.close(self.worker_end)
-            self.worker_end = -1
+        if self.read_fd >= 0:
+            os.close(self.read_fd)
+            self.read_fd = -1
 
-    def cut(self) -> None:
+    def kill_group(self) -> None:
         """Kill the worker's process group, if it still runs. Safe to call twice."""
         self.started()
-        if self._own_end >= 0:
-            os.close(self._own_end)
-            self._own_end = -1
+        if self._write_fd >= 0:
+            os.close(self._write_fd)
+            self._write_fd = -1
 
 
 _open_guards: weakref.WeakSet[OrphanGuard] = weakref.WeakSet()
@@ -49,14 +49,14 @@ _open_guards: weakref.WeakSet[OrphanGuard] = weakref.WeakSet()
 def _close_guards() -> None:
     # A fork of the launcher (a DataLoader worker of rank 0, say) must not keep the other workers alive.
     for guard in list(_open_guards):
-        guard.cut()
+        guard.kill_group()
 
 
 os.register_at_fork(after_in_child=_close_guards)
 
 
-def end_with_launcher(fd: int) -> None:
-    """Make this worker end with its launcher. Called first in the worker, which must lead its own process group.
+def die_with_launcher(fd: int) -> None:
+    """Make this worker die with its launcher. Called first in the worker, which must lead its own process group.
 
     Args:
         fd: Read end of the launcher's pipe; it stays open for the life of the process.

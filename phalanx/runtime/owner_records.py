@@ -33,7 +33,7 @@ class OwnerFile:
     """A record in a file system. The owner file is locked while the owner lives, the lock file while the owner changes.
 
     Attributes:
-        path: The record, which `take` writes.
+        path: The record, which `claim` writes.
     """
 
     def __init__(self, path: Path, lock_path: Path) -> None:
@@ -43,7 +43,7 @@ class OwnerFile:
         self._taken_by = 0  # the process that locked it; forks inherit the other attributes
 
     @property
-    def is_mine(self) -> bool:
+    def is_owned(self) -> bool:
         """Whether this object has taken the record and not dropped it since."""
         return self._alive is not None and self._taken_by == os.getpid()
 
@@ -74,12 +74,12 @@ class OwnerFile:
         with open(self.path, "ab") as file:
             return not lock(file.fileno())
 
-    def take(self, content: bytes) -> None:
-        """Write the record, and count as alive until `drop`."""
+    def claim(self, content: bytes) -> None:
+        """Write the record, and count as alive until `release`."""
         for left in self.path.parent.glob(f"{glob.escape(self.path.name)}.*"):  # left by a killed process
             left.unlink(missing_ok=True)
         temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")
-        file = open(temporary, "wb")  # noqa: SIM115  # stays open, and so locked, until `drop`
+        file = open(temporary, "wb")  # noqa: SIM115  # stays open, and so locked, until `release`
         try:
             lock(file.fileno())  # before the rename, so that the owner file is never unlocked
             file.write(content)
@@ -92,10 +92,10 @@ class OwnerFile:
             raise
         self._alive, self._taken_by = file, os.getpid()
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Stop counting as alive. Safe to call twice."""
         if self._alive is not None:
-            if self.is_mine:  # a fork would unlock it for its parent
+            if self.is_owned:  # a fork would unlock it for its parent
                 unlock(self._alive.fileno())
             self._alive.close()
             self._alive = None
@@ -106,7 +106,7 @@ class OwnerObject:
 
     def __init__(self, path: RemotePath) -> None:
         self.path = path
-        self.is_mine = False
+        self.is_owned = False
 
     def locked(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -114,9 +114,9 @@ class OwnerObject:
     def is_alive(self) -> bool:
         return False
 
-    def take(self, content: bytes) -> None:
+    def claim(self, content: bytes) -> None:
         write_file(self.path, content)
-        self.is_mine = True
+        self.is_owned = True
 
-    def drop(self) -> None:
-        self.is_mine = False
+    def release(self) -> None:
+        self.is_owned = False

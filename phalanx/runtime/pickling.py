@@ -16,10 +16,10 @@ import cloudpickle
 
 from phalanx.errors import PhalanxError, UnsupportedError
 
-Refer = Callable[[Any], Any]
-"""Returns the reference that is pickled instead of a thing; None to pickle it by value."""
-Reduce = Callable[[Any], Any]
-"""Returns the reduced form of a thing, as `__reduce_ex__` does; NotImplemented to leave it to pickle."""
+ToReference = Callable[[Any], Any]
+"""Returns the reference that is pickled instead of a value; None to pickle it by value."""
+Reducer = Callable[[Any], Any]
+"""Returns the reduced form of a value, as `__reduce_ex__` does; NotImplemented to leave it to pickle."""
 
 _LAZY = __future__.annotations
 
@@ -37,18 +37,18 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     annotations again, unless the globals show that the module has postponed their evaluation (PEP 563).
     """
 
-    def reducer_override(self, thing: Any) -> Any:
-        if isinstance(thing, types.CodeType):
-            _, args = self.dispatch_table[types.CodeType](thing)
-            return _code, (thing.co_filename, args)
-        if isinstance(thing, types.ModuleType) and type(thing) is not types.ModuleType:
-            name = getattr(thing, "__name__", "")
-            if sys.modules.get(name) is thing:
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, types.CodeType):
+            _, args = self.dispatch_table[types.CodeType](value)
+            return _code, (value.co_filename, args)
+        if isinstance(value, types.ModuleType) and type(value) is not types.ModuleType:
+            name = getattr(value, "__name__", "")
+            if sys.modules.get(name) is value:
                 return importlib.import_module, (name,)
-        reduced = super().reducer_override(thing)
-        if isinstance(thing, types.FunctionType) and reduced is not NotImplemented:  # pickled by value
+        reduced = super().reducer_override(value)
+        if isinstance(value, types.FunctionType) and reduced is not NotImplemented:  # pickled by value
             _, sent = reduced[2]
-            if thing.__globals__.get("annotations", _LAZY) is _LAZY:
+            if value.__globals__.get("annotations", _LAZY) is _LAZY:
                 sent["__globals__"]["annotations"] = _LAZY
         return reduced
 
@@ -58,17 +58,17 @@ def _code(filename: str, args: tuple[Any, ...]) -> types.CodeType:
 
 
 class _ReferencePickler(Pickler):
-    def __init__(self, file: io.BytesIO, refer: Refer, reduce: Reduce) -> None:
+    def __init__(self, file: io.BytesIO, to_reference: ToReference, reducer: Reducer) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self._refer = refer
-        self._reduce = reduce
+        self._to_reference = to_reference
+        self._reducer = reducer
 
-    def persistent_id(self, thing: Any) -> Any:
-        return self._refer(thing)
+    def persistent_id(self, value: Any) -> Any:
+        return self._to_reference(value)
 
-    def reducer_override(self, thing: Any) -> Any:
-        reduced = self._reduce(thing)
-        return super().reducer_override(thing) if reduced is NotImplemented else reduced
+    def reducer_override(self, value: Any) -> Any:
+        reduced = self._reducer(value)
+        return super().reducer_override(value) if reduced is NotImplemented else reduced
 
 
 class _ReferenceUnpickler(pickle.Unpickler):
@@ -80,24 +80,24 @@ class _ReferenceUnpickler(pickle.Unpickler):
         return self._load(reference)
 
 
-def dumps_referring(thing: Any, refer: Refer, reduce: Reduce) -> bytes:
-    """Pickle a thing. Raises: whatever the pickling code of some class raises."""
+def dumps_with_references(value: Any, to_reference: ToReference, reducer: Reducer) -> bytes:
+    """Pickle a value. Raises: whatever the pickling code of some class raises."""
     file = io.BytesIO()
-    _ReferencePickler(file, refer, reduce).dump(thing)
+    _ReferencePickler(file, to_reference, reducer).dump(value)
     return file.getvalue()
 
 
-def loads_referring(data: bytes | memoryview, load: Callable[[Any], Any]) -> Any:
+def loads_with_references(data: bytes | memoryview, load: Callable[[Any], Any]) -> Any:
     """Unpickle; `load` returns the local object for a reference."""
     return _ReferenceUnpickler(io.BytesIO(data), load).load()
 
 
 @contextmanager
-def refusing(refusal: str, alternative: str) -> Iterator[None]:
+def explain_pickling_errors(refusal: str, alternative: str) -> Iterator[None]:
     """Convert errors raised by pickling into errors that say what to do instead.
 
     Args:
-        refusal: Names the thing that cannot be sent, and its destination; the reason is appended.
+        refusal: Names the value that cannot be sent, and its destination; the reason is appended.
         alternative: A sentence that is added to errors of pickling code, which suggest no alternative.
 
     Raises: UnsupportedError, or a PhalanxError of the class that was raised.
@@ -110,8 +110,8 @@ def refusing(refusal: str, alternative: str) -> Iterator[None]:
         raise UnsupportedError(f"{refusal}: {str(error).rstrip('.')}. {alternative}") from error
 
 
-def dumps(thing: Any) -> bytes:
+def dumps(value: Any) -> bytes:
     """Like `cloudpickle.dumps`."""
     file = io.BytesIO()
-    Pickler(file).dump(thing)
+    Pickler(file).dump(value)
     return file.getvalue()

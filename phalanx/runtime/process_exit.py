@@ -23,7 +23,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 CauseFinder = Callable[[BaseException], BaseException | None]
 
 _has_failed = False
-_ends_at_once = False
+_skips_exit_handlers = False
 _ending_thread = 0  # id of the thread that ends the process while the main thread may still run
 _exit_callbacks: list[Callable[[], object]] = []
 _cause_finders: list[CauseFinder] = []
@@ -47,27 +47,27 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-def end_because(error: Exception, *, within_s: float, at_once: bool = False) -> NoReturn:
+def exit_with_error(error: Exception, *, within_s: float, skip_exit_handlers: bool = False) -> NoReturn:
     """End this process from any thread, as if the main thread did not catch `error`.
 
     Args:
         error: The reason. Because of it, the main thread may wait forever.
         within_s: Seconds for the exit handlers.
-        at_once: Whether to skip the exit handlers.
+        skip_exit_handlers: Whether to skip the exit handlers.
     """
-    global _ends_at_once, _ending_thread
-    _ends_at_once = _ends_at_once or at_once
-    code = exit_codes.of_error(error)
+    global _skips_exit_handlers, _ending_thread
+    _skips_exit_handlers = _skips_exit_handlers or skip_exit_handlers
+    code = exit_codes.code_for_error(error)
     if _has_failed:  # the main thread is already ending the process
         time.sleep(within_s)
     else:
         _ending_thread = threading.get_ident()
-        end_within(within_s, code)
+        exit_after(within_s, code)
         sys.excepthook(type(error), error, error.__traceback__)
     end_process(code)
 
 
-def end_within(seconds: float, code: int | None = None) -> None:
+def exit_after(seconds: float, code: int | None = None) -> None:
     """End this process after `seconds` if threads or exit handlers still keep it alive.
 
     Args:
@@ -75,7 +75,7 @@ def end_within(seconds: float, code: int | None = None) -> None:
     """
     if code is None:
         error = getattr(sys, "last_value", None)
-        code = 1 if error is None else exit_codes.of_error(error)
+        code = 1 if error is None else exit_codes.code_for_error(error)
     timer = threading.Timer(seconds, end_process, [code])
     timer.daemon = True
     timer.start()
@@ -140,8 +140,8 @@ class _ExitCodeHook:
         finally:
             _ExitCodeHook._running_in = 0
         if isinstance(error, Exception) and not _is_interactive():
-            if (code := exit_codes.of_error(error)) != 1:
-                if _ends_at_once:
+            if (code := exit_codes.code_for_error(error)) != 1:
+                if _skips_exit_handlers:
                     end_process(code)
                 _end(code)
             # With code 1, Python itself ends the process, and waits for threads before it calls exit handlers.

@@ -23,7 +23,7 @@ from phalanx.monitoring.worker_figures import FinishedEpoch, GpuFigures, SavedCh
 from phalanx.runtime import progress
 from phalanx.runtime.traffic_account import Traffic, TrafficAccount
 
-BEAT_S = 0.5
+PUBLISH_INTERVAL_S = 0.5
 MAX_LOGS = 40
 """Number of logs that the page has room for; further ones are dropped."""
 
@@ -56,7 +56,7 @@ class Telemetry:
         self._finished_epoch: FinishedEpoch | None = None
 
     def record_logs(self, logs: Mapping[str, Any]) -> None:
-        """Store the current loss and metrics. Until the first beat, those of every step, for a job that dies early."""
+        """Store the current loss and metrics. Until the first `collect`, every step's, for a job that dies early."""
         self.are_logs_due = not self._has_measured
         self._logs = _numbers(logs)
 
@@ -69,7 +69,7 @@ class Telemetry:
         self.traffic.start()
         self.are_logs_due = True
 
-    def measure(self) -> WorkerFigures:
+    def collect(self) -> WorkerFigures:
         """Return the current figures. Called regularly, by one thread at a time."""
         traffic = self.traffic
         traffic.update()
@@ -92,28 +92,28 @@ class Telemetry:
 
 
 current = Telemetry()
-_announcing_pid: int | None = None
-_writing = threading.Lock()  # protects the state of `measure`, and the order of writes
+_publishing_pid: int | None = None
+_writing = threading.Lock()  # protects the state of `collect`, and the order of writes
 
 
-def announce(read_traffic: Callable[[], Traffic] | None = None) -> None:
+def start_publishing(read_traffic: Callable[[], Traffic] | None = None) -> None:
     """Publish the figures of this process to its launcher until the process ends. Does nothing without a launcher.
 
     Args:
         read_traffic: Returns what the process has sent and waited for. Called in another thread.
     """
-    global _announcing_pid
+    global _publishing_pid
     current.traffic.watch(read_traffic)
-    if progress.has_launcher() and _announcing_pid != os.getpid():  # a thread does not survive a fork
-        _announcing_pid = os.getpid()
+    if progress.has_launcher() and _publishing_pid != os.getpid():  # a thread does not survive a fork
+        _publishing_pid = os.getpid()
         current.start()
-        atexit.register(_write)  # changes since the last beat
-        threading.Thread(target=_beat, name="phalanx-telemetry", daemon=True).start()
+        atexit.register(_write)  # changes since the last write
+        threading.Thread(target=_publish_loop, name="phalanx-telemetry", daemon=True).start()
 
 
-def leave() -> None:
-    """Stop publishing because the process leaves its job; include what it has sent since the last beat."""
-    if _announcing_pid == os.getpid():  # as in `_write`
+def stop_publishing() -> None:
+    """Stop publishing because the process leaves its job; include what it has sent since the last write."""
+    if _publishing_pid == os.getpid():  # as in `_write`
         with _writing:
             current.traffic.update()
     current.traffic.watch(None)
@@ -140,21 +140,21 @@ def _psutil_resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def _beat() -> None:
+def _publish_loop() -> None:
     requests = progress.save_requests()  # earlier requests do not count: this process could not answer them
     while True:
-        time.sleep(BEAT_S)
+        time.sleep(PUBLISH_INTERVAL_S)
         _write()
         if requests != (requests := progress.save_requests()):
             current.is_save_requested = True
 
 
 def _write() -> None:
-    if _announcing_pid != os.getpid():
+    if _publishing_pid != os.getpid():
         # An exiting fork: the page belongs to its parent, and the lock may have been held during the fork.
         return
     with _writing:
-        progress.write_figures(msgspec.msgpack.encode(current.measure()))
+        progress.write_figures(msgspec.msgpack.encode(current.collect()))
 
 
 def _numbers(logs: Mapping[str, Any]) -> dict[str, float | None]:

@@ -9,7 +9,7 @@ import logging
 import sys
 from typing import Any
 
-from phalanx.runtime.first_worker import has_servers, workers_of_first
+from phalanx.runtime.first_worker import has_servers, worker_count_if_first
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ def _warn_if_undistributed(model: Any, method: str) -> None:
     global _has_warned
     if _has_warned or OWNER in vars(model) or not sys.modules.keys().isdisjoint(HOROVOD):
         return
-    workers = _workers_apart()
+    workers = _count_undistributed_workers()
     if workers:
         _has_warned = True
         logger.warning(
@@ -58,7 +58,7 @@ def warn_at_the_end() -> None:
         return
     if any(name.startswith(CLUSTER) for name in sys.modules):
         return
-    workers = _workers_apart()
+    workers = _count_undistributed_workers()
     if workers:
         logger.warning(
             "The program has created no strategy, so its %d workers did not train together: each ran all of it by "
@@ -67,12 +67,12 @@ def warn_at_the_end() -> None:
         )
 
 
-def _workers_apart() -> int:
+def _count_undistributed_workers() -> int:
     """Number of workers if there are several, this is the first one, and nothing distributes their work; otherwise 0.
 
     Also 0 with parameter servers: their workers call functions that may train anything.
     """
-    workers = workers_of_first()
+    workers = worker_count_if_first()
     return workers if workers > 1 and not has_servers() and not _has_other_distribution() else 0
 
 

@@ -38,13 +38,13 @@ from phalanx.transport.decoding import decode_json
 
 logger = logging.getLogger(__name__)
 
-DYING_S = 30.0
+LOCAL_TAKEOVER_S = 30.0
 """Seconds to wait for a process of another run on this host. A process that lost its launcher exits within 25 s."""
-LEASE_S = 120.0
+REMOTE_TAKEOVER_S = 120.0
 """The same for other hosts. The server of a network file system releases the locks of a dead host later."""
 POLL_S = 0.05
 
-_lost: set[StoragePath] = set()  # claims lost to other processes, which this one may not reclaim
+_lost_claims: set[StoragePath] = set()  # claims lost to other processes, which this one may not reclaim
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ class Owner(msgspec.Struct, frozen=True):
         """The fencing token, which orders the owners of one run."""
         return self.attempt, self.generation
 
-    def is_of_run(self, other: Owner) -> bool:
+    def is_same_run(self, other: Owner) -> bool:
         """Whether both owners belong to the same run."""
         return bool(self.run) and self.run == other.run
 
@@ -103,12 +103,12 @@ class WriteClaim:
             OSError: the claim cannot be written.
         """
         with self._mutex:
-            if self._record.is_mine:
+            if self._record.is_owned:
                 return
             self.directory.mkdir(parents=True, exist_ok=True)
-            me, started_at, has_noticed = self._me(), time.monotonic(), False
-            while (owner := self._try(me)) is not None:
-                limit_s = DYING_S if owner.host == me.host else LEASE_S
+            me, started_at, has_noticed = self._build_owner(), time.monotonic(), False
+            while (owner := self._try_claim(me)) is not None:
+                limit_s = LOCAL_TAKEOVER_S if owner.host == me.host else REMOTE_TAKEOVER_S
                 if time.monotonic() - started_at > limit_s:
                     raise ConfigurationError(
                         f"{self.directory} is in use: {owner} writes to it, and is alive. Two jobs cannot have the "
@@ -138,46 +138,46 @@ class WriteClaim:
 
     def _check(self) -> None:
         """Raise SupersededError unless this process owns the directory, or may reclaim it by its token."""
-        owner, me = self._read(), self._me()
+        owner, me = self._read(), self._build_owner()
         if owner is not None and owner.process == me.process:
             return
         # Without locks, an earlier process of the run may have written its claim last.
-        if owner is not None and me.is_of_run(owner) and me.token > owner.token:
-            self._record.take(msgspec.json.encode(me))
+        if owner is not None and me.is_same_run(owner) and me.token > owner.token:
+            self._record.claim(msgspec.json.encode(me))
             return
-        self._record.drop()
-        _lost.add(self._record.path)
+        self._record.release()
+        _lost_claims.add(self._record.path)
         raise self._superseded(owner)
 
     def release(self) -> None:
         """Release the directory to other processes. Safe to call twice."""
         with self._mutex:
-            if not self._record.is_mine:
+            if not self._record.is_owned:
                 return
-            self._record.drop()
+            self._record.release()
             with contextlib.suppress(OSError):  # the directory is gone, so nothing can be written to it
                 # If another process has taken it unnoticed, this one may not reclaim it.
                 if (owner := self._read()) is None or owner.process != _process():
-                    _lost.add(self._record.path)
+                    _lost_claims.add(self._record.path)
 
-    def _me(self) -> Owner:
+    def _build_owner(self) -> Owner:
         run, attempt = run_of_job()
         # Built at each call, because the generation grows while the claim lasts.
         return Owner(run, attempt, self._generation(), _process(), socket.gethostname(), os.getpid())
 
-    def _try(self, me: Owner) -> Owner | None:
+    def _try_claim(self, me: Owner) -> Owner | None:
         """Claim the directory; return its owner instead if that belongs to another run and is alive."""
         with self._record.locked():
             owner = self._read()
             if owner is not None and owner.process != me.process:
-                of_run, has_lost = me.is_of_run(owner), self._record.path in _lost
+                of_run, has_lost = me.is_same_run(owner), self._record.path in _lost_claims
                 is_later = of_run and me.token > owner.token
                 if (of_run and me.token < owner.token) or (has_lost and not is_later):
                     raise self._superseded(owner)
                 if not of_run and self._record.is_alive():
                     return owner
-            self._record.take(msgspec.json.encode(me))
-            _lost.discard(self._record.path)
+            self._record.claim(msgspec.json.encode(me))
+            _lost_claims.discard(self._record.path)
             return None
 
     def _read(self) -> Owner | None:

@@ -219,6 +219,6 @@ def _join(resolver: ClusterResolver, options: CommunicationOptions, devices: Seq
         node.close(flush=isinstance(node, FixedNode))
         raise
     telemetry.current.read_gpu = gpu_figures.read
-    telemetry.announce(lambda: communicator.statistics)
-    job.before_leaving(telemetry.leave)
+    telemetry.start_publishing(lambda: communicator.statistics)
+    job.before_leaving(telemetry.stop_publishing)
     return job

@@ -241,7 +241,7 @@ def serve(
     snapshots = None if is_replicated else snapshots_of(identity, None if snapshot_dir is None else Path(snapshot_dir))
     server = ParameterServer(identity, snapshots, snapshot_s, is_replicated=is_replicated)
     telemetry.current.read_server = lambda: server.figures
-    telemetry.announce()
+    telemetry.start_publishing()
     progress.report("serves")
     server.run()
 
@@ -313,7 +313,7 @@ def join_as_worker(
         )
         _joined_worker = (identity.spec, worker)
         telemetry.current.read_gpu = gpu_figures.read
-        telemetry.announce(lambda: worker.traffic)
+        telemetry.start_publishing(lambda: worker.traffic)
         if identity.config.timeline is not None and identity.rank >= 0:
             timeline_relay.start_worker_recording(identity, identity.config.timeline.path)
         process_exit.at_exit(lambda: worker.client.close(process_exit.failure()))

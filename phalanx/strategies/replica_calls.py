@@ -22,7 +22,7 @@ from phalanx.keras_compat.copies import model_copies
 from phalanx.keras_compat.copies.keras_settings import KerasSettings, keras_settings
 from phalanx.keras_compat.copies.model_copies import LayerDescription
 from phalanx.keras_compat.copies.object_attributes import LayerAttributes
-from phalanx.runtime.pickling import dumps_referring, loads_referring, refusing
+from phalanx.runtime.pickling import dumps_with_references, explain_pickling_errors, loads_with_references
 from phalanx.training.call_pickling import ARGUMENT_ADVICE, call_reducer
 from phalanx.training.model_dispatch import has_trainer, policy_of
 from phalanx.training.program_effects.program_random_state import encode_random_state
@@ -165,7 +165,7 @@ def session_state(call: PackedCall) -> bytes:
 def unpack_arguments(contents: Mapping[str, memoryview], model: Any) -> dict[str, Any]:
     """Unpickle the arguments of a call, with this process's model in place of the caller's."""
     layers = list(model._flatten_layers())
-    return {name: loads_referring(content, layers.__getitem__) for name, content in contents.items()}
+    return {name: loads_with_references(content, layers.__getitem__) for name, content in contents.items()}
 
 
 def _pickled(thing: Any, what: str, tensors: Tensors, layer_indices: Mapping[int, int]) -> bytes:
@@ -175,9 +175,9 @@ def _pickled(thing: Any, what: str, tensors: Tensors, layer_indices: Mapping[int
         layer_indices: Indices of the layers that the other replicas have, by id; other layers are sent with their
             weights.
     """
-    with refusing(
+    with explain_pickling_errors(
         f"{what} cannot travel to the other replicas of this session",
         f"{ARGUMENT_ADVICE}, or put the training into a function and call phalanx.launch(function, workers=N).",
     ):
         reduce = call_reducer(tensors, with_weights=bool(layer_indices))
-        return dumps_referring(thing, lambda each: layer_indices.get(id(each)), reduce)
+        return dumps_with_references(thing, lambda each: layer_indices.get(id(each)), reduce)

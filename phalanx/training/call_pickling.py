@@ -11,7 +11,7 @@ from phalanx.engines.tensors import Tensors
 from phalanx.keras_compat.callback_bases import OnChief
 from phalanx.keras_compat.copies import model_copies
 from phalanx.keras_compat.copies.object_attributes import plain_attributes
-from phalanx.runtime.pickling import Reduce
+from phalanx.runtime.pickling import Reducer
 from phalanx.training.chief_callbacks import runs_on_chief
 
 ARGUMENT_ADVICE = (
@@ -20,7 +20,7 @@ ARGUMENT_ADVICE = (
 """Start of the advice if an argument cannot be sent."""
 
 
-def value_reducer(tensors: Tensors, *, with_weights: bool = False) -> Reduce:
+def value_reducer(tensors: Tensors, *, with_weights: bool = False) -> Reducer:
     """Reduce Keras objects like `model_copies`, and objects of the backend like `tensors`.
 
     Args:
@@ -34,7 +34,7 @@ def value_reducer(tensors: Tensors, *, with_weights: bool = False) -> Reduce:
     return reduced
 
 
-def call_reducer(tensors: Tensors, *, with_weights: bool) -> Reduce:
+def call_reducer(tensors: Tensors, *, with_weights: bool) -> Reducer:
     """Extend `value_reducer` to the arguments of a model's method: callbacks that only the chief runs become shells."""
     others = value_reducer(tensors, with_weights=with_weights)
 

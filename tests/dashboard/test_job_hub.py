@@ -21,7 +21,7 @@ MEETING_S = 0.5
 
 
 def _entry(job: str) -> Any:
-    return SimpleNamespace(is_here=True, job=job, program="train.py", socket_path=None)
+    return SimpleNamespace(is_local=True, job=job, program="train.py", socket_path=None)
 
 
 def test_a_job_is_asked_by_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

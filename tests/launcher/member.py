@@ -97,7 +97,7 @@ def main(folder: Path) -> None:
     config = JobConfig.from_environment()
     with ElasticNode(ClusterSpec(tf_config["cluster"]), Task("worker", index), JobFacts(), config) as node:
         communicator = ElasticCommunicator(ElasticGroup(node, CommunicationOptions(timeout_seconds=config.timeout_s)))
-        telemetry.announce(lambda: communicator.statistics)
+        telemetry.start_publishing(lambda: communicator.statistics)
         replica = Replica(communicator)
         try:
             with replica.entry() as entry:

@@ -19,23 +19,25 @@ ERRORS = [
 
 @pytest.mark.parametrize("kind", ERRORS)
 def test_each_error_has_a_code_with_a_meaning_of_its_own(kind: type[errors.PhalanxError]) -> None:
-    meaning = exit_codes.MEANINGS[kind.exit_code]
-    assert meaning.name.endswith("Error")
-    assert meaning.check
+    info = exit_codes.EXIT_CODE_INFO[kind.exit_code]
+    assert info.name.endswith("Error")
+    assert info.check
 
 
 def test_every_code_means_something() -> None:
-    assert exit_codes.meaning(255).name
-    assert exit_codes.meaning(128 + 64).name == "SIGRTMAX"
-    assert exit_codes.meaning(200) == exit_codes.meaning(255) == exit_codes.meaning(1)  # `sys.exit(-1)`: no signals
-    assert "SIGUSR1" in exit_codes.meaning(128 + 10).sentence
+    assert exit_codes.info_for_code(255).name
+    assert exit_codes.info_for_code(128 + 64).name == "SIGRTMAX"
+    assert (
+        exit_codes.info_for_code(200) == exit_codes.info_for_code(255) == exit_codes.info_for_code(1)
+    )  # `sys.exit(-1)`: no signals
+    assert "SIGUSR1" in exit_codes.info_for_code(128 + 10).sentence
 
 
 def test_the_innermost_cause_decides_the_code() -> None:
     outer = ValueError("outer")
     outer.__cause__ = errors.RendezvousError("inner")
-    assert exit_codes.of_error(outer) == errors.RendezvousError.exit_code
-    assert exit_codes.of_error(ValueError()) == 1
+    assert exit_codes.code_for_error(outer) == errors.RendezvousError.exit_code
+    assert exit_codes.code_for_error(ValueError()) == 1
 
 
 PROGRAM = """
@@ -124,10 +126,10 @@ def test_the_end_waits_for_no_thread_and_loses_no_file(launcher: Launcher, tmp_p
 def test_an_error_raised_from_itself_has_an_end() -> None:
     error = ValueError("x")
     error.__cause__ = error
-    assert exit_codes.of_error(error) == 1
+    assert exit_codes.code_for_error(error) == 1
     lost = errors.PeerLostError("gone", rank=1, task="worker/1", host="here")
     error.__cause__, lost.__cause__ = lost, error
-    assert exit_codes.of_error(error) == lost.exit_code
+    assert exit_codes.code_for_error(error) == lost.exit_code
 
 
 @pytest.mark.parametrize(

@@ -14,24 +14,24 @@ import pytest
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.elastic_hosts.host_discovery import DiscoveryScript, HostDiscovery
 from phalanx.launcher.elastic_hosts.host_discovery_poller import DiscoveryAnswer
-from phalanx.launcher.host_slots import HostShare, own_name, parse_discovered
+from phalanx.launcher.host_slots import HostSpec, find_local_name, parse_discovered
 from tests.launcher.conftest import Launcher, wait_until
 
 
 def test_lines_are_hosts() -> None:
     text = "# all:9\na:2\n\n  me@b.example.org  # mine\n[fe80::1]:3\nlocalhost:1\ngone:0\na:2\n"
     assert parse_discovered(text, 4) == [
-        HostShare("a", 2),
-        HostShare("b.example.org", 4, "me"),
-        HostShare("[fe80::1]", 3),
-        HostShare("localhost", 1),
+        HostSpec("a", 2),
+        HostSpec("b.example.org", 4, "me"),
+        HostSpec("[fe80::1]", 3),
+        HostSpec("localhost", 1),
     ]
     assert parse_discovered("", 1) == []
 
 
 def test_the_names_of_this_host_are_one_host() -> None:
     text = f"localhost:1\n127.0.0.1:1\n[::1]:1\n{socket.gethostname()}:1\n"
-    assert parse_discovered(text, 1) == [HostShare("localhost", 1)]
+    assert parse_discovered(text, 1) == [HostSpec("localhost", 1)]
 
 
 @pytest.mark.parametrize(
@@ -51,15 +51,15 @@ def test_lines_that_are_none_are_named(text: str) -> None:
 
 
 def test_an_own_name_is_one_that_others_reach() -> None:
-    assert own_name([HostShare("127.0.0.2", 1)])
-    assert own_name([]) != "localhost"
+    assert find_local_name([HostSpec("127.0.0.2", 1)])
+    assert find_local_name([]) != "localhost"
 
 
 class Told:
     """A discovery that is not started, the hosts that it has reported, and its log."""
 
     def __init__(self) -> None:
-        self.found: list[list[HostShare]] = []
+        self.found: list[list[HostSpec]] = []
         self.said: list[str] = []
         script = DiscoveryScript("script", slots=1, every_s=1, timeout_s=1)
         self.discovery = HostDiscovery(script, on_change=self.found.append, log=self.said.append)
@@ -69,7 +69,7 @@ def test_an_answer_is_told_when_it_is_another_one() -> None:
     told = Told()
     for text in ("a\n", "a\n", "a\nb\n", "", ""):
         told.discovery.handle(DiscoveryAnswer(text))
-    assert [[share.name for share in shares] for shares in told.found] == [["a"], ["a", "b"], []]
+    assert [[host_spec.name for host_spec in host_specs] for host_specs in told.found] == [["a"], ["a", "b"], []]
     assert told.said == []
 
 
@@ -78,7 +78,7 @@ def test_what_an_answer_takes_away_goes_when_the_next_one_does_too() -> None:
     told = Told()
     for text in ("a:2\nb:1\n", "a:2\n", "a:2\nb:1\n", "", "b:1\n", "b:1\nc:1\n"):
         told.discovery.handle(DiscoveryAnswer(text))
-    assert [{share.name: share.workers for share in shares} for shares in told.found] == [
+    assert [{host_spec.name: host_spec.workers for host_spec in host_specs} for host_specs in told.found] == [
         {"a": 2, "b": 1},
         {"b": 1},
         {"b": 1, "c": 1},
@@ -107,7 +107,7 @@ def test_an_answer_that_is_cut_off_is_none() -> None:
     stdout = io.BytesIO(b'{"text":"a","problem":""}\n{"text":"a')
     told.discovery._process = SimpleNamespace(stdout=stdout)  # type: ignore[assignment]
     told.discovery._receive()
-    assert [[share.name for share in shares] for shares in told.found] == [["a"]]
+    assert [[host_spec.name for host_spec in host_specs] for host_specs in told.found] == [["a"]]
     assert told.said == ["the process that runs the host discovery script was killed; the known hosts are kept"]
 
 

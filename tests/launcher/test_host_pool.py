@@ -16,7 +16,7 @@ import pytest
 
 from phalanx.errors import ConfigurationError, RendezvousError
 from phalanx.launcher.elastic_hosts.host_pool import ElasticOptions, HostPool
-from phalanx.launcher.host_slots import HostShare
+from phalanx.launcher.host_slots import HostSpec
 from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.job_observer import JobObserver
 from tests.launcher.conftest import Launcher, wait_until
@@ -102,19 +102,19 @@ def hosts(folder: Path, text: str) -> None:
 
 
 def test_hosts_that_are_drained_at_once_leave_enough_slots() -> None:
-    shares = [HostShare(name, 1) for name in (A, B, C)]
+    host_specs = [HostSpec(name, 1) for name in (A, B, C)]
     with selectors.DefaultSelector() as selector:
         pool = HostPool(
             [f"worker/{rank}" for rank in range(3)],
             selector,
             OutputStreams(),
             ElasticOptions(minimum=2, maximum=3),
-            shares=shares,
+            host_specs=host_specs,
             observer=JobObserver(),
-            relay=print,
+            on_host_line=print,
         )
         pool.drain(A)
-        assert [share.name for share in pool.shares] == [B, C]
+        assert [host_spec.name for host_spec in pool.host_specs] == [B, C]
         with pytest.raises(ConfigurationError, match="the job has 1 slots, and needs 2"):
             pool.drain(B)
 

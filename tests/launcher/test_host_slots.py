@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import ConfigurationError
-from phalanx.launcher.host_slots import HostShare, check_interfaces, choose_hosts, parse_hostfile, parse_hosts
+from phalanx.launcher.host_slots import HostSpec, check_interfaces, choose_hosts, parse_hostfile, parse_hosts
 
 
 def test_hosts_are_names_with_numbers_of_workers() -> None:
     assert parse_hosts("a:2, me@b.example.org:3,c") == [
-        HostShare("a", 2),
-        HostShare("b.example.org", 3, "me"),
-        HostShare("c", 1),
+        HostSpec("a", 2),
+        HostSpec("b.example.org", 3, "me"),
+        HostSpec("c", 1),
     ]
-    assert parse_hosts("[fe80::1]:4") == [HostShare("[fe80::1]", 4)]
+    assert parse_hosts("[fe80::1]:4") == [HostSpec("[fe80::1]", 4)]
 
 
 def test_ssh_gets_the_name_without_brackets_and_with_the_user() -> None:
@@ -44,12 +44,12 @@ def test_a_bad_value_is_an_error_that_says_what_to_write(text: str, message: str
 
 
 def test_this_host_needs_no_ssh_unless_another_user_is_named() -> None:
-    assert HostShare("localhost", 1).is_here
-    assert HostShare("Localhost", 1).is_here
-    assert HostShare(socket.gethostname(), 1).is_here
-    assert HostShare(socket.gethostname().upper(), 1).is_here
-    assert not HostShare("localhost", 1, "other").is_here
-    assert not HostShare("elsewhere.example.org", 1).is_here
+    assert HostSpec("localhost", 1).is_local
+    assert HostSpec("Localhost", 1).is_local
+    assert HostSpec(socket.gethostname(), 1).is_local
+    assert HostSpec(socket.gethostname().upper(), 1).is_local
+    assert not HostSpec("localhost", 1, "other").is_local
+    assert not HostSpec("elsewhere.example.org", 1).is_local
 
 
 def test_a_hostfile_says_the_same() -> None:
@@ -63,7 +63,7 @@ def test_a_hostfile_says_the_same() -> None:
 def test_a_comment_in_a_hostfile_may_be_in_any_encoding(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_bytes(b"# gro\xdf\na slots=2\n")
-    assert choose_hosts(None, None, hostfile) == [HostShare("a", 2)]
+    assert choose_hosts(None, None, hostfile) == [HostSpec("a", 2)]
     hostfile.write_bytes(b"gro\xdf slots=2\n")
     with pytest.raises(ConfigurationError, match="is not a host"):
         choose_hosts(None, None, hostfile)
@@ -72,10 +72,10 @@ def test_a_comment_in_a_hostfile_may_be_in_any_encoding(tmp_path: Path) -> None:
 def test_workers_fill_the_first_hosts(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     hostfile.write_text("a slots=2\nb slots=2\n")
-    assert choose_hosts(3, None, hostfile) == [HostShare("a", 2), HostShare("b", 1)]
-    assert choose_hosts(2, "a:2,b:2", None) == [HostShare("a", 2)]
-    assert choose_hosts(None, "a:2,b:2", None) == [HostShare("a", 2), HostShare("b", 2)]
-    assert choose_hosts(3, None, None) == [HostShare("localhost", 3)]
+    assert choose_hosts(3, None, hostfile) == [HostSpec("a", 2), HostSpec("b", 1)]
+    assert choose_hosts(2, "a:2,b:2", None) == [HostSpec("a", 2)]
+    assert choose_hosts(None, "a:2,b:2", None) == [HostSpec("a", 2), HostSpec("b", 2)]
+    assert choose_hosts(3, None, None) == [HostSpec("localhost", 3)]
     with pytest.raises(ConfigurationError, match=r"4 places.*--hosts a:3"):
         choose_hosts(5, "a:2,b:2", None)
     with pytest.raises(ConfigurationError, match="Give one of them"):
@@ -83,17 +83,17 @@ def test_workers_fill_the_first_hosts(tmp_path: Path) -> None:
 
 
 def test_network_interfaces_are_checked() -> None:
-    check_interfaces("lo", [HostShare("localhost", 2)])
-    check_interfaces(None, [HostShare("a", 1), HostShare("b", 1)])
+    check_interfaces("lo", [HostSpec("localhost", 2)])
+    check_interfaces(None, [HostSpec("a", 1), HostSpec("b", 1)])
     with pytest.raises(ConfigurationError, match="this host has no 'nowhere0'"):
-        check_interfaces("lo,nowhere0", [HostShare("localhost", 2)])
+        check_interfaces("lo,nowhere0", [HostSpec("localhost", 2)])
     with pytest.raises(ConfigurationError, match="the hosts' names determine which network"):
-        check_interfaces("lo", [HostShare("a", 1), HostShare("b", 1)])
+        check_interfaces("lo", [HostSpec("a", 1), HostSpec("b", 1)])
 
 
 def test_servers_go_where_the_workers_leave_room() -> None:
     places = "a:1,b:2,c:1"
-    assert choose_hosts(1, places, None, others=2) == [HostShare("a", 1), HostShare("b", 2)]
-    assert choose_hosts(4, places, None, others=2) == [HostShare("a", 1), HostShare("b", 2), HostShare("c", 3)]
-    assert choose_hosts(None, places, None, others=2) == [HostShare("a", 1), HostShare("b", 2), HostShare("c", 3)]
-    assert choose_hosts(2, None, None, others=3) == [HostShare("localhost", 5)]
+    assert choose_hosts(1, places, None, others=2) == [HostSpec("a", 1), HostSpec("b", 2)]
+    assert choose_hosts(4, places, None, others=2) == [HostSpec("a", 1), HostSpec("b", 2), HostSpec("c", 3)]
+    assert choose_hosts(None, places, None, others=2) == [HostSpec("a", 1), HostSpec("b", 2), HostSpec("c", 3)]
+    assert choose_hosts(2, None, None, others=3) == [HostSpec("localhost", 5)]

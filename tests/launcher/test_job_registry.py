@@ -36,7 +36,7 @@ def ended_pid() -> int:
 def test_a_job_is_known_while_it_runs() -> None:
     with registered("job", ["train.py", "\udcff"]):
         (entry,) = running()
-        assert (entry.job, entry.program, entry.is_here) == ("job", "train.py ?", True)
+        assert (entry.job, entry.program, entry.is_local) == ("job", "train.py ?", True)
     assert running() == []
 
 
@@ -55,7 +55,7 @@ def test_only_what_was_killed_here_is_removed(folder: Path, capsys: pytest.Captu
     path = folder / "job.json"
     with registered("job", ["train.py"]):
         change(path, pid=ended_pid(), processes="another-host pid:[1]", host="another-host")
-        assert [entry.is_here for entry in running()] == [False]
+        assert [entry.is_local for entry in running()] == [False]
         assert status(None) == 0
         assert "runs on another-host" in capsys.readouterr().out
         with pytest.raises(ConfigurationError, match="No job is running here"):

@@ -442,7 +442,7 @@ class Seats:
     def has_left_early(self, task: str) -> bool:
         return task in self.early
 
-    def worker_exited(self, rank: int, *, failed: bool) -> bool:
+    def keep_or_free_slot(self, rank: int, *, failed: bool) -> bool:
         self.heard.append(("left", rank, failed))
         return self.keeps
 
@@ -629,7 +629,7 @@ def test_one_that_is_not_wanted_and_does_not_end_is_killed(monkeypatch: pytest.M
 def test_hosts_that_were_there_are_waited_for_as_long_as_restarts_are_left(
     absences: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_runner, "GATHER_AGAIN_S", 0.0)
+    monkeypatch.setattr(job_runner, "HOST_RETRY_S", 0.0)
     lost = JobOutcome(RootCause(PeerLostError.exit_code, None, "all members were lost at once"), [], {})
     done = JobOutcome(RootCause(0, None, "done"), [], {})
     attempts: list[int] = []

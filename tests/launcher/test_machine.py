@@ -16,9 +16,9 @@ from phalanx.cli.main import cli
 from phalanx.errors import RendezvousError
 from phalanx.launcher import machine_check
 from phalanx.launcher.environment_report import render, shown_variables
-from phalanx.launcher.host_slots import HostShare
+from phalanx.launcher.host_slots import HostSpec
 from phalanx.launcher.machine import Machine, describe_machine, gpu_models
-from phalanx.launcher.machine_check import BackendProbe, Verdict, judge, judge_choice, probe_backend
+from phalanx.launcher.machine_check import BackendProbe, Severity, check_backend_choice, check_machine, probe_backend
 from tests.launcher.conftest import Launcher
 from tests.launcher.test_ssh_host import install_ssh
 
@@ -94,7 +94,7 @@ def test_of_the_variables_that_begin_like_tensorflows_only_its_own_are_shown(mon
 
 
 def test_each_host_that_was_named_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    for check in ("probe_backends", "judge", "judge_choice"):
+    for check in ("probe_backends", "check_machine", "check_backend_choice"):
         monkeypatch.setattr(machine_check, check, lambda *facts: [])
     lines = CliRunner().invoke(cli, ["doctor", "--hosts", "localhost:2"]).output.splitlines()
     assert [line.partition(":")[0] for line in lines[-1:]] == ["ok       localhost"]
@@ -108,7 +108,7 @@ def test_the_driver_names_the_gpus(tmp_path: Path) -> None:
 
 
 def verdicts(machine: Machine, *backends: BackendProbe) -> list[str]:
-    return [finding.text for finding in judge(machine, backends) if finding.verdict is not Verdict.OK]
+    return [finding.text for finding in check_machine(machine, backends) if finding.severity is not Severity.OK]
 
 
 def test_a_machine_that_can_train_has_no_notes() -> None:
@@ -150,7 +150,7 @@ def test_a_backend_is_imported_to_know_that_it_works(tmp_path: Path) -> None:
     ("chosen", "text"), [("jax", None), ("tensorflow", "not installed: pass --backend jax"), ("mxnet", "not a backend")]
 )
 def test_a_backend_that_programs_would_miss_is_named(chosen: str, text: str | None) -> None:
-    found = [finding.text for finding in judge_choice(chosen, ["jax"])]
+    found = [finding.text for finding in check_backend_choice(chosen, ["jax"])]
     assert not found if text is None else text in found[0]
 
 
@@ -164,8 +164,8 @@ DOCTOR = """
 
 def test_what_ssh_says_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     class Unreachable:
-        def __init__(self, selector: object, share: HostShare, *, say: Callable[[str], None]):
-            self.name, self._say = share.name, say
+        def __init__(self, selector: object, host_spec: HostSpec, *, show_line: Callable[[str], None]):
+            self.name, self._say = host_spec.name, show_line
 
         def connect(self) -> None:
             self._say("[a] debug1: read [/etc/ssh/ssh_config], [bold]")
@@ -179,9 +179,9 @@ def test_what_ssh_says_is_shown_as_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(machine_check, "SSHHost", Unreachable)
     console = Console(file=io.StringIO())
     with console.capture() as captured:
-        (finding,) = machine_check._check_hosts([HostShare("a", 1)], console)
+        (finding,) = machine_check._check_hosts([HostSpec("a", 1)], console)
     assert captured.get() == "[a] debug1: read [/etc/ssh/ssh_config], [bold]\n"
-    assert finding.verdict is Verdict.PROBLEM
+    assert finding.severity is Severity.PROBLEM
 
 
 def test_other_hosts_are_tried_as_a_job_would_use_them(launcher: Launcher) -> None:

@@ -13,10 +13,8 @@ import pytest
 from phalanx.launcher.host_messages import Answer, Command, KeepAlive, Output, Prepare, Start, Started, WorkerSpec
 from tests.launcher.conftest import Launcher, wait_until
 
-SILENCE_S = 2.0
-AGENT = (
-    f"from phalanx.launcher.hosts import launcher_channel as c, remote_agent as a; c.SILENCE_S = {SILENCE_S}; a.main()"
-)
+LEASE_S = 2.0
+AGENT = f"from phalanx.launcher.hosts import launcher_channel as c, remote_agent as a; c.LEASE_S = {LEASE_S}; a.main()"
 BOUND_S = 60.0
 
 
@@ -56,10 +54,10 @@ def test_workers_end_when_nothing_comes_from_the_launcher(agent: subprocess.Pope
 
 def test_workers_live_while_the_launcher_shows_itself(agent: subprocess.Popen[str], launcher: Launcher) -> None:
     worker = start_worker(agent, launcher)
-    until = time.monotonic() + 3 * SILENCE_S
+    until = time.monotonic() + 3 * LEASE_S
     while time.monotonic() < until:
         send(agent, KeepAlive())
-        time.sleep(SILENCE_S / 10)
+        time.sleep(LEASE_S / 10)
         assert worker.is_running()
     assert agent.poll() is None
 
@@ -86,10 +84,10 @@ def test_workers_live_while_the_launcher_reads_nothing_but_shows_itself(
 ) -> None:
     """Its terminal is paused, with Ctrl-S."""
     worker = start_worker(agent, launcher, CHATTER)
-    until = time.monotonic() + 3 * SILENCE_S
+    until = time.monotonic() + 3 * LEASE_S
     while time.monotonic() < until:
         send(agent, KeepAlive())
-        time.sleep(SILENCE_S / 10)
+        time.sleep(LEASE_S / 10)
         assert agent.poll() is None
     assert agent.stdout is not None
     answers = [msgspec.json.decode(agent.stdout.readline(), type=Answer) for _ in range(10)]

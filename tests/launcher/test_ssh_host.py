@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from phalanx.launcher.host_messages import WorkerSpec
-from phalanx.launcher.host_slots import HostShare
+from phalanx.launcher.host_slots import HostSpec
 from phalanx.launcher.hosts import ssh_connection
 from phalanx.launcher.hosts.ssh_host import SSHHost
 from tests.launcher.conftest import JOB_BOUND_S, Launcher, wait_until
@@ -258,12 +258,12 @@ def test_an_agent_learns_that_a_launcher_is_there_which_does_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its terminal is paused, with Ctrl-S: the launcher waits until what it shows is read."""
-    monkeypatch.setattr(ssh_connection, "KEEP_ALIVE_S", 0.01)
+    monkeypatch.setattr(ssh_connection, "HEARTBEAT_S", 0.01)
     received = tmp_path / "received"
     (ssh := tmp_path / "ssh").write_text(f"#!/bin/sh\nexec cat > {received}\n")
     ssh.chmod(0o700)
     with selectors.DefaultSelector() as selector:
-        host = SSHHost(selector, HostShare(A, 1), say=print, environ={"PHALANX_SSH": str(ssh), "PATH": os.defpath})
+        host = SSHHost(selector, HostSpec(A, 1), show_line=print, environ={"PHALANX_SSH": str(ssh), "PATH": os.defpath})
         host.connect()
         host.start([WorkerSpec(0, ("program.py",), {})])
         wait_until(lambda: received.exists() and received.read_bytes().count(b"keep_alive") > 2)

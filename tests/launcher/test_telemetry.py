@@ -39,25 +39,25 @@ def test_steps_count_over_epochs_that_are_shorter_than_a_beat(now: list[float]) 
             progress.report("gradients", epoch=epoch, step=step)
             progress.enter("all_reduce")
     progress.report("evaluate")
-    assert own.measure().steps == 100
+    assert own.collect().steps == 100
 
 
 def test_time_is_computing_or_waiting_and_the_job_may_be_joined_again(now: list[float]) -> None:
     own, waited = Telemetry(), [5.0]
     own.traffic.watch(lambda: Traffic(10, 3, waited[0]))
     now[0] += 2.0
-    own.measure()  # what was waited before it was watched counts too, as far as it fits
+    own.collect()  # what was waited before it was watched counts too, as far as it fits
     now[0] += 1.0
     waited[0] += 0.25
-    figures = own.measure()
+    figures = own.collect()
     assert (figures.computed_s, figures.waited_s, figures.bytes_sent, figures.bytes_on_links) == (0.75, 2.25, 10, 3)
     waited[0] = 0.0  # another communicator
     own.traffic.watch(None)
     now[0] += 1.0
-    figures = own.measure()
+    figures = own.collect()
     assert (figures.computed_s, figures.bytes_sent, figures.bytes_on_links) == (1.75, 10, 3)
     own.traffic.watch(lambda: Traffic(2, 1, waited[0]))
-    figures = own.measure()
+    figures = own.collect()
     assert (figures.bytes_sent, figures.bytes_on_links) == (12, 4)
 
 
@@ -66,11 +66,11 @@ def test_what_was_sent_just_before_a_process_leaves_its_job_counts(
 ) -> None:
     own = Telemetry()
     monkeypatch.setattr(telemetry, "current", own)
-    monkeypatch.setattr(telemetry, "_announcing_pid", os.getpid())
+    monkeypatch.setattr(telemetry, "_publishing_pid", os.getpid())
     own.traffic.watch(lambda: Traffic(10, 3, 0.5))
     now[0] += 2.0
-    telemetry.leave()
-    figures = own.measure()
+    telemetry.stop_publishing()
+    figures = own.collect()
     assert (figures.bytes_sent, figures.bytes_on_links, figures.waited_s) == (10, 3, 0.5)
 
 
@@ -79,15 +79,15 @@ def test_imports_and_the_wait_for_the_other_processes_are_no_computing(
 ) -> None:
     own = Telemetry()
     monkeypatch.setattr(telemetry, "current", own)
-    monkeypatch.setattr(telemetry, "_announcing_pid", None)
+    monkeypatch.setattr(telemetry, "_publishing_pid", None)
     monkeypatch.setattr(telemetry.threading, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(telemetry.atexit, "register", lambda function: None)
     now[0] += 60.0
-    telemetry.announce()
+    telemetry.start_publishing()
     now[0] += 1.0
-    telemetry.announce()  # it joins again
+    telemetry.start_publishing()  # it joins again
     now[0] += 1.0
-    assert own.measure().computed_s == 2.0
+    assert own.collect().computed_s == 2.0
 
 
 class LeavingAccount(TrafficAccount):
@@ -113,7 +113,7 @@ def test_a_process_that_leaves_its_job_while_it_is_measured_is_measured() -> Non
 
 def test_a_fork_that_exits_writes_nothing(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """The page is its parent's, and so is the lock, which may have been held when it was copied."""
-    monkeypatch.setattr(telemetry, "_announcing_pid", os.getppid())
+    monkeypatch.setattr(telemetry, "_publishing_pid", os.getppid())
     telemetry._write()
     record = progress._get_reporter()._record
     assert record is not None
@@ -127,14 +127,14 @@ def test_logs_are_asked_for_with_each_beat_and_are_plain_numbers(now: list[float
     assert own.are_logs_due  # until the first beat those of every step: a job may die before it
     own.record_logs({"loss": 0.7})
     assert own.are_logs_due
-    assert own.measure().logs == {"loss": 0.7}
+    assert own.collect().logs == {"loss": 0.7}
     assert own.are_logs_due
     logs = {"loss": np.float32(0.5), "auc": np.nan, "per_class": np.zeros(3), "nested": {"a": 1.0}}
     own.record_logs({**logs, "phase": np.array("warm-up"), "since": np.datetime64("2026-01-01")})
     assert not own.are_logs_due
-    assert own.measure().logs == {"loss": 0.5, "auc": None}
+    assert own.collect().logs == {"loss": 0.5, "auc": None}
     own.record_epoch(3, {"val_loss": 2.0})
-    assert own.measure().finished_epoch == FinishedEpoch(3, {"val_loss": 2.0})
+    assert own.collect().finished_epoch == FinishedEpoch(3, {"val_loss": 2.0})
 
 
 def test_figures_are_read_as_they_were_written_and_a_checkpoint_can_be_requested(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ Run = Callable[[str], None]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     """What follows happens in a process of this run and attempt."""
-    monkeypatch.setattr(write_claim, "DYING_S", 0.2)
-    monkeypatch.setattr(write_claim, "LEASE_S", 0.2)
+    monkeypatch.setattr(write_claim, "LOCAL_TAKEOVER_S", 0.2)
+    monkeypatch.setattr(write_claim, "REMOTE_TAKEOVER_S", 0.2)
     return lambda name: monkeypatch.setenv(RUN, name)
 
 
@@ -271,7 +271,7 @@ from phalanx.errors import SupersededError
 from phalanx.runtime import write_claim
 from tests.security.test_write_claims import another, files
 
-write_claim.DYING_S = write_claim.LEASE_S = 0.2
+write_claim.LOCAL_TAKEOVER_S = write_claim.REMOTE_TAKEOVER_S = 0.2
 os.environ[RUN], folder = "job:0", Path(sys.argv[1])
 model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 checkpoint = phalanx.ShardedCheckpoint(folder)

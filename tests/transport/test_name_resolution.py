@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from phalanx.cluster import doctor
-from phalanx.launcher.host_slots import HostShare, own_name
+from phalanx.launcher.host_slots import HostSpec, find_local_name
 from phalanx.tensorflow1.task_probe import Answer, probe
 from phalanx.transport import name_resolution
 from phalanx.transport.address import Address
@@ -35,7 +35,7 @@ def _silent_name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_the_launcher_finds_an_address_of_this_host() -> None:
-    assert Address(own_name([HostShare("far.example", 1)]).strip("[]"), 1).is_ip
+    assert Address(find_local_name([HostSpec("far.example", 1)]).strip("[]"), 1).is_ip
 
 
 def test_the_doctor_says_so() -> None:

@@ -90,13 +90,13 @@ class JaxProcesses:
         self._watch.close()
         if process_exit.has_failed():
             _abandon_service()
-            process_exit.end_within(FAILED_EXIT_S)
+            process_exit.exit_after(FAILED_EXIT_S)
         else:
             jax.distributed.shutdown()
 
     def _end(self, loss: PeerLostError) -> None:
         # JAX aborts this process as soon as its service, on rank 0, is gone.
-        process_exit.end_because(loss, within_s=END_WITHIN_S, at_once=loss.rank == 0)
+        process_exit.exit_with_error(loss, within_s=END_WITHIN_S, skip_exit_handlers=loss.rank == 0)
 
     def _find_loss(self, error: BaseException) -> PeerLostError | None:
         """Return the loss that made a JAX collective fail."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from phalanx.launcher.elastic_hosts.host_pool import ElasticOptions
-from phalanx.launcher.host_slots import HostShare, own_name
+from phalanx.launcher.host_slots import HostSpec, find_local_name
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobSupervisor
 from phalanx.launcher.worker_placement import new_identity
@@ -22,8 +22,8 @@ class ElasticSupervisor:
     take as long as theirs. A context manager.
 
     Args:
-        shares: The known hosts.
-        stays_here: Whether all members will always be on this host.
+        host_specs: The known hosts.
+        is_local_only: Whether all members will always be on this host.
         start_timeout_s: Seconds to wait for the members; None uses PHALANX_RENDEZVOUS_TIMEOUT.
 
     Attributes:
@@ -31,13 +31,17 @@ class ElasticSupervisor:
         identity: The secret and the id of the job.
     """
 
-    def __init__(self, shares: Sequence[HostShare], *, stays_here: bool, start_timeout_s: float | None):
+    def __init__(self, host_specs: Sequence[HostSpec], *, is_local_only: bool, start_timeout_s: float | None):
         self._start_timeout_s = start_timeout_s
-        self._listener = listen_at(LOOPBACK if stays_here else None)
-        host = LOOPBACK if stays_here else own_name([share for share in shares if not share.is_here])
+        self._listener = listen_at(LOOPBACK if is_local_only else None)
+        host = (
+            LOOPBACK
+            if is_local_only
+            else find_local_name([host_spec for host_spec in host_specs if not host_spec.is_local])
+        )
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self.identity = new_identity()
-        self._server: CoordinatorServer | None = None  # set by `begin`; earlier connections wait in the backlog
+        self._server: CoordinatorServer | None = None  # set by `start`; earlier connections wait in the backlog
 
     def __enter__(self) -> ElasticSupervisor:
         return self
@@ -48,7 +52,7 @@ class ElasticSupervisor:
         else:
             self._listener.close()
 
-    def begin(
+    def start(
         self, job: JobSupervisor, members: ElasticOptions, started: int, observer: JobObserver
     ) -> CoordinatorServer:
         """Serve the members of a started job; return the server, with which the launcher controls them.
@@ -72,7 +76,7 @@ class ElasticSupervisor:
             MembershipLimits(
                 minimum=members.minimum,
                 maximum=members.maximum,
-                expected=min(members.begin or started, started),
+                expected=min(members.initial_workers or started, started),
                 start_s=self._start_timeout_s or config.rendezvous_timeout_s,
                 timeout_s=config.timeout_s,
             ),

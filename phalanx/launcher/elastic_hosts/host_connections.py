@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from phalanx.errors import PhalanxError
 from phalanx.launcher.elastic_hosts.host_blacklist import HostBlacklist
-from phalanx.launcher.host_event_loop import HostLoop
-from phalanx.launcher.host_slots import HostShare
+from phalanx.launcher.host_event_loop import HostEventLoop
+from phalanx.launcher.host_slots import HostSpec
 from phalanx.launcher.hosts.local_host import LocalHost
 from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.hosts.ssh_host import SSHHost
@@ -30,7 +30,7 @@ class HostConnection:
     """A connection to a host, perhaps not answered yet.
 
     Attributes:
-        share: The host and its number of workers.
+        host_spec: The host and its number of workers.
         host: Starts the workers.
         name: Name or address at which other hosts reach it.
         requested: Number of ports requested from it. Never decreases, so that a slot offered again keeps its port.
@@ -38,7 +38,7 @@ class HostConnection:
         waiter: Thread that waits for the answer.
     """
 
-    share: HostShare
+    host_spec: HostSpec
     host: LocalHost | SSHHost
     name: str
     requested: int
@@ -80,7 +80,7 @@ class HostConnections:
         streams: Output streams for local workers.
         start_timeout_s: Seconds to wait for a host.
         log: Shows a line.
-        relay: Shows a line that a host has sent, which includes its name.
+        on_host_line: Shows a line that a host has sent, which includes its name.
         post: Runs a function in the thread that runs the job. Thread-safe.
 
     Attributes:
@@ -96,18 +96,18 @@ class HostConnections:
         start_timeout_s: float | None,
         blacklist: HostBlacklist,
         log: Callable[[str], None],
-        relay: Callable[[str], None],
+        on_host_line: Callable[[str], None],
         post: Callable[[Callable[[], None]], None],
     ):
         self._selector, self._streams = selector, streams
         self._start_timeout_s = start_timeout_s or START_TIMEOUT_S
-        self._log, self._relay, self._post = log, relay, post
+        self._log, self._on_host_line, self._post = log, on_host_line, post
         self.blacklist = blacklist
         self.error: Exception | None = None
         self._connections: dict[str, HostConnection] = {}  # by host name; includes those that have not answered
-        self._loop: HostLoop | None = None  # of the job, once it has started
+        self._loop: HostEventLoop | None = None  # of the job, once it has started
 
-    def attach(self, loop: HostLoop) -> None:
+    def attach(self, loop: HostEventLoop) -> None:
         """Add the hosts that have answered, and those that answer later, to the loop of the started job."""
         self._loop = loop
         for name in self.names:
@@ -136,26 +136,26 @@ class HostConnections:
             return 0
         return len(connection.ports or ())
 
-    def connect(self, share: HostShare, *, name: str, slots: int, loopback: bool) -> None:
+    def connect(self, host_spec: HostSpec, *, name: str, slots: int, loopback: bool) -> None:
         """Connect to a host, unless it is blacklisted.
 
         Args:
-            share: The host.
+            host_spec: The host.
             name: Name or address at which other hosts reach it.
             slots: Number of ports to request.
             loopback: Whether only processes on this host need to reach its workers.
         """
-        if self.blacklist.is_blacklisted(share.name, time.monotonic()):
+        if self.blacklist.is_blacklisted(host_spec.name, time.monotonic()):
             return
-        if share.is_here:
+        if host_spec.is_local:
             local = LocalHost(self._selector, streams=self._streams)
-            local.name = share.name
-            connection = self._connections[share.name] = HostConnection(share, local, name, slots)
+            local.name = host_spec.name
+            connection = self._connections[host_spec.name] = HostConnection(host_spec, local, name, slots)
             self._answered(connection, local.prepare(slots, address=LOOPBACK if loopback else name))
             return
-        remote = SSHHost(self._selector, share, say=lambda text: self._post(lambda: self._relay(text)))
-        remote.share = replace(share, workers=slots)
-        connection = self._connections[share.name] = HostConnection(share, remote, name, slots)
+        remote = SSHHost(self._selector, host_spec, show_line=lambda text: self._post(lambda: self._on_host_line(text)))
+        remote.host_spec = replace(host_spec, workers=slots)
+        connection = self._connections[host_spec.name] = HostConnection(host_spec, remote, name, slots)
         try:
             remote.connect()
         except (PhalanxError, OSError) as error:
@@ -163,11 +163,11 @@ class HostConnections:
             self._post(lambda: self._failed(connection, failure))
             return
         connection.waiter = threading.Thread(
-            target=self._await_ports, args=(connection, remote), name=f"phalanx-host-{share.name}", daemon=True
+            target=self._await_ports, args=(connection, remote), name=f"phalanx-host-{host_spec.name}", daemon=True
         )
         connection.waiter.start()
 
-    def update(self, offered: Mapping[str, HostShare], now: float) -> None:
+    def update(self, offered: Mapping[str, HostSpec], now: float) -> None:
         """Close lost connections and add new slots.
 
         Args:
@@ -201,14 +201,14 @@ class HostConnections:
         self._post(lambda: self._answered(connection, ports))
 
     def _answered(self, connection: HostConnection, ports: list[int]) -> None:
-        if self._connections.get(connection.share.name) is connection:  # otherwise it was closed in the meantime
+        if self._connections.get(connection.host_spec.name) is connection:  # otherwise it was closed in the meantime
             connection.ports = ports
             if self._loop is not None:
-                self._log(f"{connection.share.name} joined with {connection.share.workers} slots")
+                self._log(f"{connection.host_spec.name} joined with {connection.host_spec.workers} slots")
                 self._loop.add(connection.host)
 
     def _failed(self, connection: HostConnection, error: Exception) -> None:
-        name = connection.share.name
+        name = connection.host_spec.name
         if self._connections.get(name) is connection:
             seconds = self.blacklist.unreachable(name, time.monotonic())
             self._log(f"{name} cannot take part: {error} Next attempt in {seconds:g} s.")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from phalanx.errors import ConfigurationError
 from phalanx.launcher.elastic_hosts.host_discovery_poller import DiscoveryAnswer
-from phalanx.launcher.host_slots import HostShare, parse_discovered
-from phalanx.launcher.orphan_reaper import await_end
+from phalanx.launcher.host_slots import HostSpec, parse_discovered
+from phalanx.launcher.orphan_reaper import exclude_from_reaping
 from phalanx.runtime.orphan_guard import OrphanGuard
 from phalanx.transport.decoding import decode_json
 
@@ -55,12 +55,12 @@ class HostDiscovery:
     """
 
     def __init__(
-        self, script: DiscoveryScript, *, on_change: Callable[[list[HostShare]], None], log: Callable[[str], None]
+        self, script: DiscoveryScript, *, on_change: Callable[[list[HostSpec]], None], log: Callable[[str], None]
     ):
         self._script, self._on_change, self._log = script, on_change, log
         self.problem = ""
-        self._hosts: list[HostShare] | None = None  # as last passed to `on_change`
-        self._last_answer: list[HostShare] = []  # as printed by the script
+        self._hosts: list[HostSpec] | None = None  # as last passed to `on_change`
+        self._last_answer: list[HostSpec] = []  # as printed by the script
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._guard = OrphanGuard()
@@ -71,21 +71,21 @@ class HostDiscovery:
         script = self._script
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROGRAM, str(script.every_s), str(script.timeout_s), script.command],
-            stdin=self._guard.worker_end,
+            stdin=self._guard.read_fd,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        await_end(self._process)
+        exclude_from_reaping(self._process)
         self._guard.started()
         self._thread.start()
 
     def handle(self, answer: DiscoveryAnswer) -> None:
         """Handle one run of the script, which printed the hosts or failed."""
         problem, name = answer.problem, f"the host discovery script {self._script.command}"
-        shares: Sequence[HostShare] = ()
+        host_specs: Sequence[HostSpec] = ()
         if not problem:
             try:
-                shares = parse_discovered(answer.text, self._script.slots)
+                host_specs = parse_discovered(answer.text, self._script.slots)
             except ConfigurationError as error:
                 problem = str(error)
         if problem:
@@ -97,8 +97,8 @@ class HostDiscovery:
         if self.problem:
             self._log(f"{name} recovered")
             self.problem = ""
-        hosts = _larger(self._last_answer, shares)
-        self._last_answer = list(shares)
+        hosts = _merge_answers(self._last_answer, host_specs)
+        self._last_answer = list(host_specs)
         if hosts != self._hosts:
             self._hosts = hosts
             self._on_change(hosts)
@@ -106,7 +106,7 @@ class HostDiscovery:
     def close(self) -> None:
         """Stop running the script, and kill it if it is running. Safe to call twice."""
         self._closed = True
-        self._guard.cut()
+        self._guard.kill_group()
         if self._process is not None:
             if self._process.poll() is None:
                 self._process.kill()
@@ -124,8 +124,8 @@ class HostDiscovery:
             self._log("the process that runs the host discovery script was killed; the known hosts are kept")
 
 
-def _larger(before: Sequence[HostShare], now: Sequence[HostShare]) -> list[HostShare]:
+def _merge_answers(before: Sequence[HostSpec], now: Sequence[HostSpec]) -> list[HostSpec]:
     """Merge the hosts of two answers, keeping the larger numbers of slots. Those of `now` come first, in order."""
-    former = {share.name: share for share in before}
-    merged = [max(share, former.pop(share.name, share), key=lambda each: each.workers) for share in now]
+    former = {host_spec.name: host_spec for host_spec in before}
+    merged = [max(host_spec, former.pop(host_spec.name, host_spec), key=lambda each: each.workers) for host_spec in now]
     return [*merged, *former.values()]

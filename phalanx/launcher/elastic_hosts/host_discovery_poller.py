@@ -16,7 +16,7 @@ import time
 import msgspec
 
 from phalanx.launcher.orphan_reaper import adopt_orphans, end_orphans
-from phalanx.runtime.orphan_guard import end_with_launcher
+from phalanx.runtime.orphan_guard import die_with_launcher
 
 MAX_BYTES = 100_000
 """Limit for the output of a script, which has one line per host."""
@@ -83,7 +83,7 @@ def _read_outputs(script: subprocess.Popen[bytes], deadline: float) -> tuple[byt
 
 def main() -> None:
     every_s, timeout_s, command = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
-    end_with_launcher(0)
+    die_with_launcher(0)
     adopt_orphans()
     while True:
         began = time.monotonic()

@@ -21,19 +21,19 @@ from phalanx.launcher.elastic_hosts.host_blacklist import COOLDOWN_S, HostBlackl
 from phalanx.launcher.elastic_hosts.host_connections import HostConnection, HostConnections
 from phalanx.launcher.elastic_hosts.host_discovery import DiscoveryScript, HostDiscovery
 from phalanx.launcher.elastic_hosts.slot_assignment import HostSlot, SlotAssignment
-from phalanx.launcher.host_slots import HostShare, own_name
+from phalanx.launcher.host_slots import HostSpec, find_local_name
 from phalanx.launcher.hosts.base_host import WorkerPlacement
 from phalanx.launcher.hosts.output_streams import OutputStreams
 from phalanx.launcher.job_observer import JobObserver
 from phalanx.launcher.job_supervisor import JobSupervisor
-from phalanx.launcher.worker_placement import START_TIMEOUT_S, WorkerRecipe
+from phalanx.launcher.worker_placement import START_TIMEOUT_S, WorkerTemplate
 from phalanx.monitoring.job_events import HostStatus
 from phalanx.transport.address import LOOPBACK
 
 if TYPE_CHECKING:
     from phalanx.elastic.coordinator_server import CoordinatorServer
 
-GATHER_POLL_S = 0.5
+HOST_POLL_S = 0.5
 NO_ADDRESS = "vacant-{}.invalid:1"
 """Placeholder address of a task without one: TF_CONFIG lists all tasks, but elastic jobs do not use its addresses."""
 
@@ -44,14 +44,15 @@ class ElasticOptions:
 
     Attributes:
         minimum, maximum: Bounds on the number of workers. Below the minimum, the job waits.
-        begin: Number of workers to start with if there are enough slots in time; None: the minimum, or as many as fit.
+        initial_workers: Number of workers to start with if there are enough slots in time; None: the minimum, or as
+            many as fit.
         script: Script that discovers the hosts; None: the hosts are given.
         cooldown_s: See `HostBlacklist`.
     """
 
     minimum: int
     maximum: int
-    begin: int | None = None
+    initial_workers: int | None = None
     script: DiscoveryScript | None = None
     cooldown_s: tuple[float, float] = COOLDOWN_S
 
@@ -66,27 +67,27 @@ class ElasticPlacements:
 
     Attributes:
         extra_slots: Number of slots that the last host needs for the evaluator.
-        recipe: Settings that the tasks have in common. Set before the first placement.
+        template: Settings that the tasks have in common. Set before the first placement.
     """
 
     def __init__(self, tasks: Sequence[str], slots: SlotAssignment, connections: HostConnections):
         self._tasks, self._slots, self._connections = tasks, slots, connections
         self.extra_slots = sum(not trains(task) for task in tasks)
         self._evaluator_address: str | None = None
-        self.recipe: WorkerRecipe | None = None
+        self.template: WorkerTemplate | None = None
 
     def worker(self, rank: int, slot: HostSlot) -> WorkerPlacement:
         connection = self._connections.ready(slot.host)
         assert connection is not None
         return self._place(rank, connection, slot.number)
 
-    def leave_out_vacant(self) -> None:
+    def drop_vacant_tasks(self) -> None:
         """Drop the tasks without a slot: they never start, and no other task is to expect them."""
-        assert self.recipe is not None
+        assert self.template is not None
         self._tasks = [
             task for rank, task in enumerate(self._tasks) if not trains(task) or self._slots.slot(rank) is not None
         ]
-        self.recipe = replace(self.recipe, tasks=self._tasks)
+        self.template = replace(self.template, tasks=self._tasks)
 
     def evaluator(self, host: str) -> list[WorkerPlacement]:
         """Placement of the evaluator, if the job has one.
@@ -103,9 +104,9 @@ class ElasticPlacements:
         return [self._place(len(self._tasks) - 1, connection, slot)]
 
     def _place(self, rank: int, connection: HostConnection, slot: int) -> WorkerPlacement:
-        assert self.recipe is not None
+        assert self.template is not None
         addresses = [self._address(each) for each in range(len(self._tasks))]
-        return self.recipe.placement(rank, addresses, connection.host, slot)
+        return self.template.placement(rank, addresses, connection.host, slot)
 
     def _address(self, rank: int) -> str:
         slot = self._slots.slot(rank)
@@ -116,18 +117,18 @@ class ElasticPlacements:
 
 
 class HostPool:
-    """See the module docstring. Call `gather`, then `first_placements`, then `begin`, and `close` at the end.
+    """See the module docstring. Call `wait_for_hosts`, then `first_placements`, then `attach`, and `close` at the end.
 
     Args:
         tasks: Tasks of the job, those that train first.
         selector: Wakes the launcher when a host has sent something.
         streams: Output streams for local workers.
         options: Size of the job and source of its hosts.
-        shares: The hosts, unless a script discovers them.
+        host_specs: The hosts, unless a script discovers them.
         start_timeout_s: Seconds to wait for the hosts at the start; None: one minute, or five minutes for the first
             hosts of a script.
         observer: Receives the changes of the hosts.
-        relay: Shows a line that a host has sent, which includes its name.
+        on_host_line: Shows a line that a host has sent, which includes its name.
     """
 
     def __init__(
@@ -137,10 +138,10 @@ class HostPool:
         streams: OutputStreams,
         options: ElasticOptions,
         *,
-        shares: Sequence[HostShare],
+        host_specs: Sequence[HostSpec],
         start_timeout_s: float | None = None,
         observer: JobObserver,
-        relay: Callable[[str], None],
+        on_host_line: Callable[[str], None],
     ):
         self._tasks, self._options, self._log, self._on_hosts = tasks, options, observer.message, observer.hosts_changed
         self._drained: set[str] = set()  # hosts that stay withdrawn even if the discovery script lists them
@@ -152,13 +153,13 @@ class HostPool:
             start_timeout_s=start_timeout_s,
             blacklist=HostBlacklist(options.cooldown_s),
             log=self._log,
-            relay=relay,
+            on_host_line=on_host_line,
             post=self._post,
         )
         trained = [rank for rank, task in enumerate(tasks) if trains(task)]
         self._slots = SlotAssignment(trained, len(trained))
         self._placements = ElasticPlacements(tasks, self._slots, self._connections)
-        self._shares: dict[str, HostShare] = {}  # replaced, never modified: `drain` reads it in another thread
+        self._host_specs: dict[str, HostSpec] = {}  # replaced, never modified: `drain` reads it in another thread
         self._job: JobSupervisor | None = None
         self._membership: CoordinatorServer | None = None
         self._shown: list[HostStatus] = []
@@ -166,37 +167,39 @@ class HostPool:
         if (script := options.script) is not None:
             self._discovery = HostDiscovery(
                 script,
-                on_change=lambda hosts: self._post(lambda: self._offer(hosts)),
+                on_change=lambda hosts: self._post(lambda: self._set_hosts(hosts)),
                 log=lambda text: self._post(lambda: self._log(text)),
             )
         else:
-            self._offer(shares)
+            self._set_hosts(host_specs)
 
     @property
-    def shares(self) -> list[HostShare]:
+    def host_specs(self) -> list[HostSpec]:
         """The hosts that may be used."""
-        return [share for name, share in self._shares.items() if name not in self._drained]
+        return [host_spec for name, host_spec in self._host_specs.items() if name not in self._drained]
 
     @property
-    def stays_here(self) -> bool:
+    def is_local_only(self) -> bool:
         """Whether no worker will ever run on another host."""
-        return self._discovery is None and all(share.is_loopback for share in self.shares)
+        return self._discovery is None and all(host_spec.is_loopback for host_spec in self.host_specs)
 
     # Before the job.
 
-    def gather(self) -> None:
+    def wait_for_hosts(self) -> None:
         """Connect to the hosts until there are enough slots to begin.
 
         Raises: RendezvousError, ConfigurationError or OSError if there are too few in time.
         """
-        minimum, enough = self._options.minimum, self._options.begin or self._options.minimum
+        minimum, enough = self._options.minimum, self._options.initial_workers or self._options.minimum
         patience_s = START_TIMEOUT_S if self._discovery is None else DEFAULT_RENDEZVOUS_TIMEOUT_S
         deadline = time.monotonic() + (self._start_timeout_s or patience_s)
         if self._discovery is not None:
             self._discovery.start()
         while True:
             self._connect()
-            slots = sum(min(share.workers, self._connections.usable_slots(share.name)) for share in self.shares)
+            slots = sum(
+                min(host_spec.workers, self._connections.usable_slots(host_spec.name)) for host_spec in self.host_specs
+            )
             # Without a script, no other host can appear. With one, wait until it lists enough hosts.
             if not self._connections.is_waiting and (slots >= enough or self._discovery is None):
                 break
@@ -204,7 +207,7 @@ class HostPool:
             if left_s <= 0:
                 break
             try:
-                self._events.get(timeout=min(GATHER_POLL_S, left_s))()
+                self._events.get(timeout=min(HOST_POLL_S, left_s))()
             except queue.Empty:
                 continue
         if slots >= minimum:
@@ -218,20 +221,20 @@ class HostPool:
             + ". --start-timeout allows more time."
         )
 
-    def first_placements(self, recipe: WorkerRecipe, *, is_fixed: bool = False) -> list[WorkerPlacement]:
+    def first_placements(self, template: WorkerTemplate, *, is_fixed: bool = False) -> list[WorkerPlacement]:
         """Placements of the initial workers and of the other tasks.
 
         Args:
             is_fixed: Whether no worker starts later.
         """
-        self._placements.recipe = recipe
+        self._placements.template = template
         assigned = self._slots.assign(self._connections.usable_slots)
         if is_fixed:
-            self._placements.leave_out_vacant()
-        evaluator = self._placements.evaluator(self.shares[-1].name) if self.shares else []
+            self._placements.drop_vacant_tasks()
+        evaluator = self._placements.evaluator(self.host_specs[-1].name) if self.host_specs else []
         return [*(self._placements.worker(rank, slot) for rank, slot in assigned), *evaluator]
 
-    def begin(self, job: JobSupervisor, membership: CoordinatorServer) -> None:
+    def attach(self, job: JobSupervisor, membership: CoordinatorServer) -> None:
         """Attach the pool to a job that has started."""
         self._job, self._membership = job, membership
         self._connections.attach(job.loop)
@@ -242,10 +245,10 @@ class HostPool:
 
         Raises: ConfigurationError if the host is unknown, or if too few slots would be left.
         """
-        names = [share.name for share in self.shares]
+        names = [host_spec.name for host_spec in self.host_specs]
         if host not in names:
             raise ConfigurationError(f"{host!r} is not a host of the job; its hosts are {', '.join(names)}.")
-        slots = sum(share.workers for share in self.shares if share.name != host)
+        slots = sum(host_spec.workers for host_spec in self.host_specs if host_spec.name != host)
         if slots < self._options.minimum:
             raise ConfigurationError(
                 f"Without {host} the job has {slots} slots, and needs {self._options.minimum}. Add a host first."
@@ -253,7 +256,7 @@ class HostPool:
 
         # Here, not in the event: the next request may arrive before the job's thread runs it.
         self._drained.add(host)
-        self._post(lambda: self._offer(list(self._shares.values())))
+        self._post(lambda: self._set_hosts(list(self._host_specs.values())))
 
     def close(self) -> None:
         """Close all connections, and stop the discovery script. Safe to call twice."""
@@ -273,14 +276,14 @@ class HostPool:
         """Whether the process of a task, which exited with code 0, left in the middle of the training."""
         return self._membership is not None and self._membership.has_left_early(task)
 
-    def worker_exited(self, rank: int, *, failed: bool) -> bool:
+    def keep_or_free_slot(self, rank: int, *, failed: bool) -> bool:
         """Handle the exit of a worker that may run again. Return whether it can be restarted in its slot; otherwise its
         slot is freed and it waits for another one."""
         slot, now = self._slots.slot(rank), time.monotonic()
         if slot is None:
             return False
         # The only host is not blacklisted, since no other could replace it.
-        others = any(self._connections.usable_slots(name) for name in self._shares if name != slot.host)
+        others = any(self._connections.usable_slots(name) for name in self._host_specs if name != slot.host)
         connection = self._connections.ready(slot.host)
         if failed and connection is not None and not connection.host.lost and others:
             blacklisted = self._connections.blacklist.worker_failed(slot.host, now)
@@ -309,7 +312,7 @@ class HostPool:
         now = time.monotonic()
         while not self._events.empty():
             self._events.get()()
-        self._connections.update({share.name: share for share in self.shares}, now)
+        self._connections.update({host_spec.name: host_spec for host_spec in self.host_specs}, now)
         self._connections.close(self._slots.unused_hosts(self._connections.names))
         self._connect()
         if self._membership is not None:
@@ -317,7 +320,7 @@ class HostPool:
             self._start_workers(self._membership)
             self._report_hosts(now)
         blacklisted = self._connections.blacklist.hosts(now)
-        return min((host.seconds for name, host in blacklisted.items() if name in self._shares), default=None)
+        return min((host.seconds for name, host in blacklisted.items() if name in self._host_specs), default=None)
 
     # Internals.
 
@@ -327,27 +330,31 @@ class HostPool:
         if self._job is not None:
             self._job.loop.wake()  # an `update` follows
 
-    def _offer(self, shares: Sequence[HostShare]) -> None:
+    def _set_hosts(self, host_specs: Sequence[HostSpec]) -> None:
         """Replace the hosts on which workers may run."""
         most = len(self._tasks)  # more slots are useless, and each costs a socket
-        shares = [replace(share, workers=min(share.workers, most)) for share in shares]
-        self._shares = {share.name: share for share in shares}
-        self._slots.offer({share.name: share.workers for share in self.shares})
+        host_specs = [replace(host_spec, workers=min(host_spec.workers, most)) for host_spec in host_specs]
+        self._host_specs = {host_spec.name: host_spec for host_spec in host_specs}
+        self._slots.set_hosts({host_spec.name: host_spec.workers for host_spec in self.host_specs})
         if self._job is not None:
-            names = ", ".join(f"{share.name}:{share.workers}" for share in shares) or "none"
+            names = ", ".join(f"{host_spec.name}:{host_spec.workers}" for host_spec in host_specs) or "none"
             self._log(f"the hosts are now: {names}")
 
     def _connect(self) -> None:
         is_fixed, connected = self._discovery is None, self._connections.names
-        for share in self.shares:
-            name = share.name
+        for host_spec in self.host_specs:
+            name = host_spec.name
             if name in connected:
                 continue
-            if share.is_loopback:
-                name = LOOPBACK if is_fixed else own_name([other for other in self.shares if not other.is_here])
-            is_last = is_fixed and share is self.shares[-1]  # the evaluator runs there
-            slots = share.workers + (self._placements.extra_slots if is_last else 0)
-            self._connections.connect(share, name=name, slots=slots, loopback=is_fixed and share.is_loopback)
+            if host_spec.is_loopback:
+                name = (
+                    LOOPBACK
+                    if is_fixed
+                    else find_local_name([other for other in self.host_specs if not other.is_local])
+                )
+            is_last = is_fixed and host_spec is self.host_specs[-1]  # the evaluator runs there
+            slots = host_spec.workers + (self._placements.extra_slots if is_last else 0)
+            self._connections.connect(host_spec, name=name, slots=slots, loopback=is_fixed and host_spec.is_loopback)
 
     def _withdraw(self, membership: CoordinatorServer) -> None:
         for rank in self._slots.withdraw():
@@ -369,12 +376,12 @@ class HostPool:
         """Report the hosts if they have changed."""
         blacklisted = self._connections.blacklist.hosts(now)
         states = []  # includes drained hosts
-        for name, share in self._shares.items():
+        for name, host_spec in self._host_specs.items():
             host = blacklisted.get(name)
             # Rounded, so that the time between two calls does not make an unchanged state look new.
             until, reason = (None, "") if host is None else (round(time.time() + host.seconds), host.reason)
             taken = len(self._slots.ranks_on(name))
-            states.append(HostStatus(name, share.workers, taken, until, reason, name in self._drained))
+            states.append(HostStatus(name, host_spec.workers, taken, until, reason, name in self._drained))
         if states != self._shown:
             self._shown = states
             self._on_hosts(states)

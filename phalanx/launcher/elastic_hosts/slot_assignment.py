@@ -37,7 +37,7 @@ class SlotAssignment:
         self._leaving: set[int] = set()  # workers that `withdraw` has returned and that have not exited
         self._offered: dict[str, int] = {}  # slots by host
 
-    def offer(self, hosts: Mapping[str, int]) -> None:
+    def set_hosts(self, hosts: Mapping[str, int]) -> None:
         """Replace the hosts and their numbers of slots. Known hosts stay first, in their order, so that older hosts get
         lower ranks."""
         known = [host for host in self._offered if host in hosts]

@@ -36,12 +36,12 @@ _STATES = {
 
 def as_json(root_cause: RootCause, exits: Sequence[WorkerExit]) -> dict[str, Any]:
     """The report for programs, as JSON values. Its names are documented and must not change."""
-    meaning = exit_codes.meaning(root_cause.code)
+    info = exit_codes.info_for_code(root_cause.code)
     return {
         "exit_code": root_cause.code,
         "reason": root_cause.reason,
         "cause": root_cause.cause.task if root_cause.cause else None,
-        "meaning": f"{meaning.name}: {meaning.sentence}",
+        "meaning": f"{info.name}: {info.sentence}",
         "check": _check(root_cause, exits),
         "tasks": [
             {
@@ -84,8 +84,8 @@ def render(
     lines = [_RULE, *_cause(root_cause, color=color)]
     if traceback and cause is not None:
         lines += _quoted(cause, exits, full, fold or not full)
-    meaning = exit_codes.meaning(root_cause.code)
-    lines += ["", f"Exit code {root_cause.code}: {meaning.name} - {meaning.sentence}"]
+    info = exit_codes.info_for_code(root_cause.code)
+    lines += ["", f"Exit code {root_cause.code}: {info.name} - {info.sentence}"]
     lines += [f"Check: {_check(root_cause, exits)}", "", "Each task's end and last progress:"]
     name_width = max((len(exit_.task) for exit_ in exits), default=0)
     shown = exits if full else _nearest(exits, cause)
@@ -200,7 +200,7 @@ def _check(root_cause: RootCause, exits: Sequence[WorkerExit]) -> str:
     """The first thing to check."""
     cause = root_cause.cause
     if cause is None:
-        return exit_codes.meaning(root_cause.code).check
+        return exit_codes.info_for_code(root_cause.code).check
     if cause.returncode is None:
         return f"that {cause.host} runs and can be reached through ssh"
     if cause.returncode == 0:
@@ -209,7 +209,7 @@ def _check(root_cause: RootCause, exits: Sequence[WorkerExit]) -> str:
             f"predict that only some tasks call (under `is_chief`)"
         )
     hung = hung_tasks(cause, exits)
-    if hung and cause.code in exit_codes.CONSEQUENCES:
+    if hung and cause.code in exit_codes.CONSEQUENCE_CERTAINTY:
         return f"the stacks of {', '.join(hung)} below: that is where the job hung"
     missed = cause.diagnostics.missed
     if missed in [exit_.task for exit_ in exits if exit_.was_ended_by_launcher and exit_.returncode is not None]:
@@ -223,7 +223,7 @@ def _check(root_cause: RootCause, exits: Sequence[WorkerExit]) -> str:
         )
     if cause.returncode > 0 and cause.diagnostics.error is None:
         return "the end of its output, and where the program ends itself with this code (`sys.exit`)"
-    return exit_codes.meaning(root_cause.code).check
+    return exit_codes.info_for_code(root_cause.code).check
 
 
 def _missing_backend(cause: WorkerExit) -> str | None:

@@ -23,7 +23,7 @@ from phalanx import errors
 from phalanx.launcher.host_messages import STOPPED, WorkerDiagnostics
 from phalanx.runtime import exit_codes
 
-_CONSEQUENCE = exit_codes.CONSEQUENCES
+_CONSEQUENCE_CERTAINTY = exit_codes.CONSEQUENCE_CERTAINTY
 # Found in the native stack of a process that JAX aborts because it has lost its service, which runs on rank 0.
 _JAX_ABORT = "CoordinationService"
 # Exit code of a job that a false success ended: the same as that of its survivors.
@@ -67,7 +67,7 @@ class WorkerExit:
         """Its exit code as a shell reports it, or FALSE_SUCCESS_CODE if it left early."""
         if self.has_left_early:
             return FALSE_SUCCESS_CODE
-        return HOST_LOST_CODE if self.returncode is None else exit_codes.of_return_code(self.returncode)
+        return HOST_LOST_CODE if self.returncode is None else exit_codes.code_for_return_code(self.returncode)
 
     @property
     def distance_from_cause(self) -> int:
@@ -75,14 +75,14 @@ class WorkerExit:
         the error and exited on its own. An echo is less certain if only the exit code indicates it."""
         if self.returncode is None or self.has_left_early:
             return 0
-        by_code = _CONSEQUENCE.get(self.code, 0)
+        by_code = _CONSEQUENCE_CERTAINTY.get(self.code, 0)
         if self.returncode == -signal.SIGABRT and _JAX_ABORT in self.diagnostics.output:
             return 1
         # Even numbers are errors. Odd numbers are exit codes without an error, which the program may have chosen, so
         # they are closer to a cause.
         if self.diagnostics.error is None:
             return max(0, 2 * by_code - 1)
-        return 2 * max(by_code, _CONSEQUENCE.get(self.diagnostics.error.code, 0))
+        return 2 * max(by_code, _CONSEQUENCE_CERTAINTY.get(self.diagnostics.error.code, 0))
 
     @property
     def is_stalled(self) -> bool:
@@ -96,7 +96,7 @@ class WorkerExit:
         error = self.diagnostics.error
         if not self.is_hung or error is None or error.interrupted:
             return False
-        return error.code not in _CONSEQUENCE and error.code != errors.EvictedError.exit_code
+        return error.code not in _CONSEQUENCE_CERTAINTY and error.code != errors.EvictedError.exit_code
 
     @property
     def was_preempted(self) -> bool:
@@ -120,7 +120,7 @@ class WorkerExit:
     @property
     def failure(self) -> str:
         """How it failed, as part of a sentence. A task that only lost another task is not blamed."""
-        how = f"ended, {exit_codes.meaning(self.code).name}," if self.distance_from_cause else "failed"
+        how = f"ended, {exit_codes.info_for_code(self.code).name}," if self.distance_from_cause else "failed"
         return f"{self.task} (rank {self.rank}) {how} with exit code {self.code}"
 
 
@@ -162,8 +162,8 @@ def find_root_cause(exits: Sequence[WorkerExit], *, interrupted_by: int | None =
         return RootCause(PREEMPTED_CODE, None, "the job was asked to stop, and saved a checkpoint first", True)
     if interrupted_by is not None:
         code = errors.SIGNAL_BASE + interrupted_by
-        meaning = exit_codes.meaning(code)
-        return RootCause(code, None, f"it was stopped from outside: {meaning.sentence}", True)
+        info = exit_codes.info_for_code(code)
+        return RootCause(code, None, f"it was stopped from outside: {info.sentence}", True)
     if not own:
         is_whole = not any(exit_.has_failed and not exit_.was_ended_by_launcher for exit_ in exits)
         return RootCause(0, None, "all tasks ended without error" if is_whole else "the others finished the job")
@@ -209,7 +209,7 @@ def _reason(cause: WorkerExit, exits: Sequence[WorkerExit]) -> str:
         return f"{who} was interrupted (KeyboardInterrupt or SIGINT)"
     if cause.returncode < 0 and not (cause.was_ended_by_launcher and error is not None):
         return f"{who} was killed by {exit_codes.signal_name(-cause.returncode)}"
-    if cause.code in _CONSEQUENCE and (hung := hung_tasks(cause, exits)):
+    if cause.code in _CONSEQUENCE_CERTAINTY and (hung := hung_tasks(cause, exits)):
         return f"{who} waited for peers that did not arrive: {', '.join(hung)} hung"
     if error is not None:
         what = _headline(error.message)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from phalanx.launcher.host_messages import SILENCE_S, Answer, Command, LineReader
+from phalanx.launcher.host_messages import LEASE_S, Answer, Command, LineReader
 from phalanx.transport.decoding import Decoder
 
 READ_BYTES = 65536
@@ -47,7 +47,7 @@ class LauncherChannel:
 
     def begin_lease(self) -> None:
         """Begin the lease, because workers are running from now on; also renew it."""
-        self._lease_ends_at = time.monotonic() + SILENCE_S
+        self._lease_ends_at = time.monotonic() + LEASE_S
 
     def commands(self) -> Iterator[Command]:
         """Yield the commands that have arrived. Raises: LauncherLostError."""
@@ -81,7 +81,7 @@ class LauncherChannel:
     def _check(self) -> None:
         """Check the lease. Call after `_receive`: heartbeats may have arrived while this process was stopped."""
         if not self._is_lost and time.monotonic() > self._lease_ends_at:
-            print(f"phalanx: no sign of the launcher for {SILENCE_S:g} s: ending its workers", file=sys.stderr)
+            print(f"phalanx: no sign of the launcher for {LEASE_S:g} s: ending its workers", file=sys.stderr)
             self._is_lost = True
         if self._is_lost:
             raise LauncherLostError

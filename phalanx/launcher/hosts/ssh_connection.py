@@ -18,8 +18,8 @@ import msgspec
 
 from phalanx.config.environment_variables import DEFAULT_SSH, REMOTE_PYTHON, SSH
 from phalanx.errors import ConfigurationError, FrameError
-from phalanx.launcher.host_messages import KEEP_ALIVE_S, SILENCE_S, Answer, Command, KeepAlive, LineReader, Start
-from phalanx.launcher.orphan_reaper import await_end
+from phalanx.launcher.host_messages import HEARTBEAT_S, LEASE_S, Answer, Command, KeepAlive, LineReader, Start
+from phalanx.launcher.orphan_reaper import exclude_from_reaping
 from phalanx.transport.decoding import Decoder
 
 READ_BYTES = 65536
@@ -37,14 +37,14 @@ class SSHConnection:
         name: Name of the host in messages.
         login: Destination for ssh.
         environ: Variables that choose the ssh command and the remote Python.
-        say: Shows a line from ssh or the host's login scripts, in the thread that calls `answers` or `relay`.
+        show_line: Shows a line from ssh or the host's login scripts, in the thread that calls `answers` or `relay`.
 
     Raises: ConfigurationError if ssh cannot be started.
     """
 
-    def __init__(self, name: str, login: str, environ: Mapping[str, str], say: Callable[[str], None]):
+    def __init__(self, name: str, login: str, environ: Mapping[str, str], show_line: Callable[[str], None]):
         self.name = name
-        self._say = say
+        self._show_line = show_line
         self._lines, self._error_lines = LineReader(), LineReader()
         self._decoder: Decoder[Answer] = Decoder(Answer, json=True)
         self._selector: selectors.BaseSelector | None = None
@@ -81,7 +81,7 @@ class SSHConnection:
                 f"{self.name} cannot be reached by {ssh!r}: {reason}. Install OpenSSH's client, or set {SSH} to a "
                 "command that takes a host and a command line."
             ) from error
-        await_end(process)
+        exclude_from_reaping(process)
         return process
 
     @property
@@ -118,7 +118,7 @@ class SSHConnection:
     def _write(self, data: bytes) -> None:
         """Write to ssh. If ssh blocks for so long that the agent has given up too, end the connection. EOF on stdout
         follows, as when ssh is gone, and the loss is handled there."""
-        deadline = time.monotonic() + SILENCE_S
+        deadline = time.monotonic() + LEASE_S
         while data:
             try:
                 data = data[os.write(self._stdin.fileno(), data) :]
@@ -139,7 +139,7 @@ class SSHConnection:
         threading.Thread(target=self._send_heartbeats, name=f"phalanx-alive-{self.name}", daemon=True).start()
 
     def _send_heartbeats(self) -> None:
-        while not self._closed.wait(KEEP_ALIVE_S):
+        while not self._closed.wait(HEARTBEAT_S):
             with self._sending:
                 if not self._closed.is_set() and self._can_write(0.0):  # a full pipe serves as a heartbeat too
                     self._write(msgspec.json.encode(KeepAlive()) + b"\n")
@@ -182,7 +182,7 @@ class SSHConnection:
                 self._stderr.close()
 
     def _show(self, line: bytes) -> None:
-        self._say(f"[{self.name}] {line.decode(errors='replace').rstrip()}")
+        self._show_line(f"[{self.name}] {line.decode(errors='replace').rstrip()}")
 
     def wait(self) -> int:
         """Return the exit code of ssh, once the connection has ended."""

@@ -30,7 +30,7 @@ from phalanx.launcher.host_messages import (
     WorkerDiagnostics,
     WorkerSpec,
 )
-from phalanx.launcher.host_slots import HostShare
+from phalanx.launcher.host_slots import HostSpec
 from phalanx.launcher.hosts.ssh_connection import LAST_READS, SSHConnection
 from phalanx.launcher.worker_environment import forwarded
 
@@ -41,8 +41,8 @@ class SSHHost:
     The workers live as long as the connection: when it ends, for whatever reason, they are killed.
 
     Args:
-        share: The host, and the initial number of ports.
-        say: Shows a line from ssh or the host's login scripts, in the thread that calls `ports` or `events`.
+        host_spec: The host, and the initial number of ports.
+        show_line: Shows a line from ssh or the host's login scripts, in the thread that calls `ports` or `events`.
         environ: Variables for ssh, some of which are forwarded to the workers.
 
     Attributes:
@@ -55,18 +55,18 @@ class SSHHost:
     def __init__(
         self,
         selector: selectors.BaseSelector,
-        share: HostShare,
+        host_spec: HostSpec,
         *,
-        say: Callable[[str], None],
+        show_line: Callable[[str], None],
         environ: Mapping[str, str] | None = None,
     ):
-        self.share = share
-        self.name = share.name
+        self.host_spec = host_spec
+        self.name = host_spec.name
         self.lost = False
         self.new_ports: list[int] = []
         self._selector = selector
         self._environ = process_environment() if environ is None else environ
-        self._say = say
+        self._show_line = show_line
         self._connection: SSHConnection | None = None
         self._running: set[int] = set()  # ranks whose exit was not reported; all exit if the connection ends
         self._directory = ""  # of this process at `connect`: the workers run in the same one
@@ -78,8 +78,8 @@ class SSHHost:
         """
         self._directory = os.getcwd()
         with _signals_deferred():  # otherwise one could end this process and leave ssh running
-            self._connection = SSHConnection(self.name, self.share.login, self._environ, self._say)
-        self._send(Prepare(self.share.workers, self._directory, self.name))
+            self._connection = SSHConnection(self.name, self.host_spec.login, self._environ, self._show_line)
+        self._send(Prepare(self.host_spec.workers, self._directory, self.name))
 
     def ports(self, deadline: float) -> list[int]:
         """Wait for the ports that the host holds open for its workers.
@@ -101,8 +101,8 @@ class SSHHost:
                     answers = connection.answers()
                     if answers is None:
                         raise RendezvousError(
-                            f"ssh to {self.share.login} ended with exit code {connection.wait()} before the workers "
-                            f"were started. Its message is above. The host needs a login without password, "
+                            f"ssh to {self.host_spec.login} ended with exit code {connection.wait()} before the "
+                            f"workers were started. Its message is above. The host needs a login without password, "
                             f"and Phalanx at the same path ({REMOTE_PYTHON} names its Python if that is elsewhere)."
                         )
                     for answer in answers:
@@ -112,7 +112,7 @@ class SSHHost:
                             raise ConfigurationError(f"{self.name}: {answer.reason}.")
                     if not ready and left_s <= 0:
                         raise RendezvousError(
-                            f"{self.name} did not answer through ssh in time. Try `ssh {self.share.login} true`, "
+                            f"{self.name} did not answer through ssh in time. Try `ssh {self.host_spec.login} true`, "
                             "which must work without a password. --start-timeout allows more time."
                         )
             finally:

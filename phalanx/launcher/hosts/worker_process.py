@@ -19,7 +19,7 @@ from phalanx.config.environment_variables import LISTEN_FD, PROGRESS_FILE, WORKE
 from phalanx.launcher.host_messages import Event, Exited, Output, WorkerSpec
 from phalanx.launcher.hosts.output_streams import OutputStreams, TerminalSize, WorkerStreams, set_terminal_size
 from phalanx.launcher.hosts.worker_files import WorkerFiles
-from phalanx.launcher.orphan_reaper import await_end
+from phalanx.launcher.orphan_reaper import exclude_from_reaping
 from phalanx.runtime import bootstrap
 from phalanx.runtime.orphan_guard import OrphanGuard
 
@@ -62,7 +62,7 @@ class WorkerProcess:
         self.files = WorkerFiles(launch.spec.function)
         opened = streams.open(self.rank)
         self._process = self._start(launch, opened)
-        await_end(self._process)
+        exclude_from_reaping(self._process)
         for fd in {opened.stdout, opened.stderr}:  # or the readers would never see EOF; a set: both may be the same
             os.close(fd)
         self._guard.started()
@@ -86,7 +86,7 @@ class WorkerProcess:
         function, result = files.call_descriptors
         start = bootstrap.WorkerBootstrap(
             cores=launch.cores,
-            guard=self._guard.worker_end,
+            guard=self._guard.read_fd,
             stacks=files.stacks.fileno(),
             error=files.error.fileno(),
             prints_errors=spec.prints_errors,
@@ -107,7 +107,7 @@ class WorkerProcess:
             stderr=streams.stderr,
             env=environment,
             cwd=spec.directory,
-            pass_fds=[launch.listener.fileno(), self._guard.worker_end, *files.descriptors, *snapshots],
+            pass_fds=[launch.listener.fileno(), self._guard.read_fd, *files.descriptors, *snapshots],
             start_new_session=True,  # a separate group, so that its children can be ended with it
         )
 
@@ -193,7 +193,7 @@ class WorkerProcess:
             self._selector.unregister(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = -1
-        self._guard.cut()
+        self._guard.kill_group()
         self.files.close()
 
     def _close_reader(self, fd: int) -> None:

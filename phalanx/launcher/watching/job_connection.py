@@ -78,7 +78,7 @@ def send_request(path: Path, request: ControlRequest, *, timeout_s: float = ANSW
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection, short_name(path) as name:
             connection.settimeout(timeout_s)
             connection.connect(name)
-            if not is_of_this_user(connection):
+            if not is_same_user(connection):
                 raise PermissionError(errno.EPERM, "its socket belongs to another user", str(path))
             connection.sendall(msgspec.json.encode(request) + b"\n")
             content = b"".join(iter(lambda: connection.recv(1 << 16), b""))
@@ -90,7 +90,7 @@ def send_request(path: Path, request: ControlRequest, *, timeout_s: float = ANSW
     return answer
 
 
-def is_of_this_user(connection: socket.socket) -> bool:
+def is_same_user(connection: socket.socket) -> bool:
     """Whether a process of this user, or of root, is at the other end. Outside Linux, the socket's permissions ensure
     this."""
     return _peer(connection)[1] in (os.getuid(), 0)

@@ -19,7 +19,7 @@ from phalanx.launcher.watching.job_connection import (
     MAX_REQUEST_BYTES,
     ControlAnswer,
     ControlRequest,
-    is_of_this_user,
+    is_same_user,
     peer_pid,
     short_name,
 )
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 REQUEST_S = 2.0
 """Time limit for a client to send its request or read its answer, so that it does not delay the next client."""
 
-LAST_LOOK_S = 2.5
+FINAL_POLL_S = 2.5
 """Seconds for followers of the job to receive its end: they poll at least every two seconds."""
 
 
@@ -98,7 +98,7 @@ class JobControl:
                 return
             with connection, contextlib.suppress(OSError):  # ignore clients that are gone or slow
                 connection.settimeout(REQUEST_S)
-                if is_of_this_user(connection):
+                if is_same_user(connection):
                     connection.sendall(self._answer(_read_line(connection), peer_pid(connection)))
 
     def _answer(self, line: bytes, pid: int) -> bytes:
@@ -123,7 +123,7 @@ class JobControl:
         if after >= 0:  # not its first request
             with self._answered:
                 now = time.monotonic()
-                self._followers = {pid: at for pid, at in self._followers.items() if now - at[0] < LAST_LOOK_S}
+                self._followers = {pid: at for pid, at in self._followers.items() if now - at[0] < FINAL_POLL_S}
                 self._followers[pid] = now, number
                 self._answered.notify()
         return msgspec.json.encode(answer)
@@ -133,11 +133,11 @@ class JobControl:
         ended_at = time.monotonic()
 
         def is_known() -> bool:
-            asked = [number for at, number in self._followers.values() if ended_at - at < LAST_LOOK_S]
+            asked = [number for at, number in self._followers.values() if ended_at - at < FINAL_POLL_S]
             return min(asked, default=self._recorder.number) == self._recorder.number
 
         with self._answered:
-            self._answered.wait_for(is_known, LAST_LOOK_S)
+            self._answered.wait_for(is_known, FINAL_POLL_S)
 
     def _act(self, request: ControlRequest) -> str:
         if request.action not in ACTIONS:

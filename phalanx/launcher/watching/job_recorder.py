@@ -24,13 +24,13 @@ from phalanx.monitoring.job_view import JobView, advance
 from phalanx.monitoring.worker_figures import FinishedEpoch, SavedCheckpoint, TaskReport
 from phalanx.runtime.exit_codes import sendable
 
-MEASURED_S = 0.5
+MEASUREMENT_INTERVAL_S = 0.5
 """Seconds between two events with the reports of the tasks."""
 MAX_RECENT = 500
 """Number of events kept for observers that ask for changes. Those further behind get the whole view."""
-IN_FILE_S = (1.0, 10.0)
+FILE_INTERVAL_S = (1.0, 10.0)
 """Seconds between two writes of figures to the file: at first, and after hours, so that a day takes a few MB."""
-FIGURES_IN_FILE = 600
+MAX_FIGURES_IN_FILE = 600
 OUTPUT_BYTES = 16 * 1024
 """Size of the end of each task's output that is kept."""
 
@@ -56,8 +56,8 @@ class JobRecorder(JobObserver):
         self._lock = threading.Lock()
         self._recent: deque[bytes] = deque(maxlen=MAX_RECENT)  # encoded events; the newest has number `number`
         self._reports: dict[str, TaskReport] = {}  # since the last `Measured`, by task
-        self._left_out: dict[str, TaskReport] = {}  # the last report of each task, if newer than the file
-        self._measured_at = self._in_file_at = 0.0
+        self._unwritten: dict[str, TaskReport] = {}  # the last report of each task, if newer than the file
+        self._measured_at = self._written_at = 0.0
         self._output: dict[int, bytearray] = {}  # by rank
         self._epochs = EpochRounds()
         self._checkpoints: dict[str, SavedCheckpoint] = {}
@@ -122,9 +122,9 @@ class JobRecorder(JobObserver):
         self.record(events.TaskStarted(self._clock(), placement.task, placement.spec.rank, placement.host.name, pid))
 
     def task_exited(self, exit_: WorkerExit) -> None:
-        if (left_out := self._left_out.get(exit_.task)) is not None:  # the last figures belong in the file
+        if (left_out := self._unwritten.get(exit_.task)) is not None:  # the last figures belong in the file
             self._reports[exit_.task] = _merged(left_out, self._reports.get(exit_.task, left_out))
-        self._in_file_at = 0.0
+        self._written_at = 0.0
         self._flush()
         error = exit_.diagnostics.error
         if error is not None and not exit_.was_preempted and not error.interrupted:  # not printed by the worker
@@ -139,7 +139,7 @@ class JobRecorder(JobObserver):
         self._reports[task] = _merged(self._reports.get(task), replace(report, age_s=round(report.age_s, 3)))
         if figures is not None:
             self._record_landmarks(task, figures.finished_epoch, figures.checkpoint)
-        if not 0 <= self._clock() - self._measured_at < MEASURED_S * 0.9:  # the clock may be set back
+        if not 0 <= self._clock() - self._measured_at < MEASUREMENT_INTERVAL_S * 0.9:  # the clock may be set back
             self._flush()
 
     def generation_formed(self, generation: int, tasks: Sequence[str]) -> None:
@@ -181,16 +181,16 @@ class JobRecorder(JobObserver):
         """Whether to write an event: all but most figures, which become rarer over time."""
         if not isinstance(event, events.Measured):
             return True
-        shortest_s, longest_s = IN_FILE_S
+        shortest_s, longest_s = FILE_INTERVAL_S
         elapsed_s = event.at - self.view.began_at
-        if 0 <= event.at - self._in_file_at < min(longest_s, max(shortest_s, elapsed_s / FIGURES_IN_FILE)):
+        if 0 <= event.at - self._written_at < min(longest_s, max(shortest_s, elapsed_s / MAX_FIGURES_IN_FILE)):
             for task, report in event.reports.items():
-                self._left_out[task] = _merged(self._left_out.get(task), report)
+                self._unwritten[task] = _merged(self._unwritten.get(task), report)
             return False
         for task, report in event.reports.items():
             if report.figures is not None:
-                self._left_out.pop(task, None)
-        self._in_file_at = event.at
+                self._unwritten.pop(task, None)
+        self._written_at = event.at
         return True
 
 

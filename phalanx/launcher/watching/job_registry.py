@@ -48,7 +48,7 @@ class RegisteredJob:
     program: str
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         return self.processes == _processes()
 
     @property
@@ -98,7 +98,7 @@ def running() -> list[RegisteredJob]:
             entry = decode_json(_read(path), RegisteredJob)
         except (OSError, FrameError):
             continue  # deleted, being written, or from another version
-        if not entry.is_here or _lives(entry):
+        if not entry.is_local or _lives(entry):
             found.append(entry)
         else:
             for left in (path, path.with_suffix(".sock")):

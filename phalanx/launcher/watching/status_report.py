@@ -38,7 +38,7 @@ def list_jobs(job: str | None = None) -> list[JobListing]:
 
 
 def _listing(entry: RegisteredJob) -> JobListing:
-    if not entry.is_here:
+    if not entry.is_local:
         return JobListing(entry, None, f"runs on {entry.host}; run `phalanx status` there for more")
     try:
         return JobListing(entry, send_request(entry.socket_path, ControlRequest()).view)
@@ -52,12 +52,12 @@ def choose_job(job: str | None) -> RegisteredJob:
     Raises: ConfigurationError if there is no such job, or several.
     """
     known_jobs = running()
-    jobs = [entry for entry in known_jobs if (entry.is_here if job is None else entry.job == job)]
-    if len(jobs) == 1 and jobs[0].is_here:
+    jobs = [entry for entry in known_jobs if (entry.is_local if job is None else entry.job == job)]
+    if len(jobs) == 1 and jobs[0].is_local:
         return jobs[0]
     if len(jobs) == 1:
         raise ConfigurationError(f"Job {job} runs on {jobs[0].host}. Run this command there.")
-    known = ", ".join(entry.job for entry in known_jobs if entry.is_here)
+    known = ", ".join(entry.job for entry in known_jobs if entry.is_local)
     if job is not None:
         raise ConfigurationError(f"No job {job} is running here; running: {known or 'none'}.")
     raise ConfigurationError(f"Choose a job with --job; running here: {known}." if known else NO_JOB)

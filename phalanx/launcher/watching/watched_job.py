@@ -34,7 +34,7 @@ class WatchedJob:
 
     Args:
         request: The job.
-        say: Shows a line to the user.
+        show_line: Shows a line to the user.
         events: File for all events; None to write none.
 
     Attributes:
@@ -42,8 +42,8 @@ class WatchedJob:
         recorder: Records the events of the job.
     """
 
-    def __init__(self, request: JobRequest, say: Callable[[str], None], events: BinaryIO | None = None):
-        self._say = say
+    def __init__(self, request: JobRequest, show_line: Callable[[str], None], events: BinaryIO | None = None):
+        self._show_line = show_line
         self.job = secrets.token_hex(4)
         self._request = request
         self._stack = contextlib.ExitStack()
@@ -59,7 +59,7 @@ class WatchedJob:
             if self._request.dashboard is not None:
                 dashboard = DashboardProcess(self.job, control=self._request.dashboard.control)
                 stack.enter_context(dashboard)
-                self._say(f"phalanx: dashboard: {dashboard.address}")
+                self._show_line(f"phalanx: dashboard: {dashboard.address}")
             self._stack = stack.pop_all()
         return self
 
