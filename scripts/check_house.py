@@ -1,9 +1,9 @@
-"""Checks the rules of docs/architecture.md that no linter knows. `make lint` runs it; it needs nothing but Python.
+"""Checks the rules of docs/architecture.md that linters do not cover. `make lint` runs it; it needs only Python.
 
     python scripts/check_house.py
 
-Layers import one way, `keras.src` and the environment have one home each, no two modules or public classes share a
-name, classes and functions stay small, and the text avoids words that mark a translation.
+Layers import in one direction, `keras.src` and the environment are each used in one place, no two modules or public
+classes share a name, classes and functions stay small, and the text avoids words that mark a translation.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ LAYERS = (
     ("dashboard",),
     ("cli",),
 )
-"""Lowest first. A module imports from its own layer and from lower ones. Lazy imports inside functions count too."""
+"""Layers, lowest first. A module imports from its own layer and lower ones. Lazy imports in functions count too."""
 
 PUBLIC_FACADES = {"__init__", "__main__", "cluster_resolver", "experimental", "tpu"}
-"""Modules that only re-export, and may import from anywhere."""
+"""Modules that only re-export and may import from anywhere."""
 
 LAZY_EXPORTS = {"phalanx/config/__init__.py", "phalanx/elastic/__init__.py"} | {
     f"phalanx/compat/v1/{name}.py" for name in ("__init__", "layers", "train")
 }
-"""Public names that live in a higher layer, imported when they are first used."""
+"""Public names from a higher layer that are imported on first use."""
 
 SHARED_MODULE_NAMES = {"callbacks", "compression", "elastic", "functions", "mpi_ops"}
-"""Horovod's own module paths, which each of its frameworks repeats."""
+"""Module names of Horovod that each of its frameworks repeats."""
 
 MAX_METHODS, MAX_ATTRIBUTES, MAX_LINES, MAX_ARGUMENTS = 20, 15, 50, 8
 
@@ -76,7 +76,7 @@ EXCEPTIONS = {
     "phalanx/monitoring/job_view.py:MemberView": "one flat record, as programs that read its JSON want it",
     "phalanx/training/fit_arguments.py:FitArguments": "the arguments of keras.Model.fit",
 }
-"""What may break a rule, and why."""
+"""Exceptions to the rules, and their reasons."""
 
 LONG_SIGNATURES = {
     "phalanx/cluster/resolvers/gce.py:__init__",
@@ -96,7 +96,7 @@ LONG_SIGNATURES = {
     "phalanx/tensorflow1/graph_layers.py:conv2d",
     "phalanx/tensorflow1/graph_layers.py:dense",
 }
-"""What users call with the arguments of the originals, in their order, and with what Phalanx adds."""
+"""Functions that users call with the arguments of the originals, in their order, and with additions of Phalanx."""
 
 
 def main() -> int:
@@ -115,7 +115,7 @@ def main() -> int:
 
 
 def layer_of(module: str) -> str:
-    """`training` for `phalanx.training.fit_loop`."""
+    """Layer of a module, such as `training` for `phalanx.training.fit_loop`."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -209,13 +209,13 @@ def word_problems() -> Iterator[str]:
 
 
 def _without_type_checking(tree: ast.Module) -> ast.Module:
-    """What runs: imports for annotations alone may point upwards."""
+    """Return the code that runs: imports only for annotations may point upward."""
     kept = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))]
     return ast.Module(body=kept, type_ignores=[])
 
 
 def _members(node: ast.ClassDef) -> tuple[int, int]:
-    """Methods, and attributes: annotated fields, and what methods assign to `self`."""
+    """Count methods, and attributes: annotated fields, and assignments of methods to `self`."""
     methods = sum(isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) for item in node.body)
     fields = {
         item.target.id for item in node.body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
@@ -229,13 +229,13 @@ def _members(node: ast.ClassDef) -> tuple[int, int]:
 
 
 def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Without `self` and `cls`, `*args` and `**kwargs`."""
+    """Count arguments without `self`, `cls`, `*args` and `**kwargs`."""
     given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
     return sum(argument.arg not in ("self", "cls") for argument in given)
 
 
 def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Without the docstring."""
+    """Count lines without the docstring."""
     docstring = node.body[0] if ast.get_docstring(node) is not None else None
     hidden = docstring.end_lineno - docstring.lineno + 1 if docstring is not None and docstring.end_lineno else 0
     return (node.end_lineno or node.lineno) - node.lineno + 1 - hidden

@@ -1,8 +1,8 @@
-"""Draws the picture of docs/how-to/dashboard.md, from a job that ran with --log-dir DIR:
+"""Creates the screenshot for docs/how-to/dashboard.md from a job that ran with --log-dir DIR:
 
     python scripts/dashboard_screenshot.py DIR docs/images/dashboard.png [--dark]
 
-Needs playwright and Chromium. The job is shown as it was before it ended.
+Needs playwright and Chromium. The job is shown in its state before it ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     parser.add_argument("--dark", action="store_true")
     arguments = parser.parse_args()
-    # Figures of tasks that still run come between the exits of the others.
+    # Figures of tasks that still run arrive between the exits of the others.
     events = [each for each in read_events(arguments.log_dir) if not is_of_the_end(each)]
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         document = Path(folder) / "page.html"

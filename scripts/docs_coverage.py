@@ -1,4 +1,4 @@
-"""Every public name is in the API reference of the site, with a docstring; otherwise the build fails."""
+"""Fails the build unless every public name is in the API reference of the site and has a docstring."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mkdocs.exceptions import PluginError
 ROOT = Path(__file__).parents[1]
 HOROVOD = ("numpy", "keras", "torch", "tensorflow", "tensorflow.keras", "jax")
 FOREIGN = ("keras.", "torch.", "tensorflow.")
-"""What overrides a method of these has the contract that it has there."""
+"""Overrides of methods of these packages have the contract of the original."""
 
 
 def on_post_build(config: MkDocsConfig) -> None:
@@ -37,7 +37,7 @@ def load() -> griffe.Module:
 
 
 def public_names(package: griffe.Module) -> Iterator[tuple[str, griffe.Object]]:
-    """Each name that a program may import, and what it is."""
+    """Yield each name that a program may import, and its object."""
     modules = {
         "phalanx": package,
         "phalanx.compat.v1": package["compat.v1"],

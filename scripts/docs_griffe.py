@@ -1,9 +1,9 @@
-"""What Griffe, which reads the source for the API reference, cannot see by itself.
+"""Adds what Griffe, which reads the source for the API reference, cannot detect by itself.
 
 - Horovod's tensor functions are built from a table (`phalanx.horovod.framework_bindings.make_collective_function`).
-- `name = other_function` is a function with that docstring.
-- The house writes short sections in one line (`Returns: the sum.`); Griffe knows Google's form, which takes two. A
-  doctest is an example without saying so.
+- `name = other_function` is a function with the docstring of the other.
+- The house style writes short sections on one line (`Returns: the sum.`). Griffe expects Google's form with two lines.
+- A doctest is an example without a heading.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ERRORS = re.compile(r"\b\w+(?:Error|Exception|Interrupt)\b")
 
 
 class HouseStyle(griffe.Extension):
-    """See the module."""
+    """Griffe extension; see the module."""
 
     def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
         if mod.exports is not None and "ARRAY_FUNCTIONS" in mod.imports:
@@ -42,7 +42,7 @@ class HouseStyle(griffe.Extension):
 
 
 def _made(module: griffe.Module, attribute: Any) -> griffe.Function | None:
-    """The function that the assignment of an attribute makes: by `_function("allreduce", ...)`, or another name."""
+    """Return the function that an attribute is assigned: from `_function("allreduce", ...)`, or another name."""
     call = ast.parse(str(attribute.value), mode="eval").body
     if isinstance(call, ast.Call) and ast.unparse(call.func) == "_function":
         constants = {

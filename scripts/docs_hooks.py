@@ -1,8 +1,7 @@
-"""What MkDocs does for the documentation site besides rendering docs/.
+"""MkDocs hooks for the documentation site, in addition to rendering docs/.
 
 Pages link to files of the repository as on GitHub (`../../examples/digits.py`). Each linked file becomes a page of the
-site, and so do the files that it links to in turn. Drawings become a part of their page, so
-that they follow its palette.
+site, as do the files that it links to. Drawings are inlined into their page, so that they follow its palette.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ PALETTES = "stylesheets/palettes.css"
 LANGUAGES = {".py": "python", ".json": "json", ".yml": "yaml", ".toml": "toml"}
 
 repository_files: dict[str, PurePosixPath] = {}
-"""The files of the repository that are not in docs/, by their place in the site."""
+"""Files of the repository outside docs/, by their path in the site."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -49,7 +48,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def uris_of(nav: object) -> Iterator[str]:
-    """The pages that the navigation names."""
+    """Pages in the navigation."""
     if isinstance(nav, str):
         yield nav
     elif isinstance(nav, list | dict):
@@ -69,33 +68,33 @@ def add_file(files: Files, config: MkDocsConfig, path: PurePosixPath) -> PurePos
 
 
 def links_of(page: PurePosixPath) -> Iterator[PurePosixPath]:
-    """The files that a page links to, relative to the repository."""
+    """Files that a page links to, relative to the repository."""
     if page.suffix in (".md", ".ipynb"):
         for match in LINK.finditer(page_of(page)):
             yield normal(page.parent / match["path"])
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links of repository files lead to their places in the site."""
+    """Rewrite links to repository files to their paths in the site."""
     uri = page.file.src_uri
     path = repository_files.get(uri, DOCS / uri)
     if path.suffix not in (".md", ".ipynb"):
         return markdown
 
-    # In tables GitHub wants pipes in code escaped, and MkDocs shows the backslash.
+    # In tables, GitHub requires pipes in code to be escaped, but MkDocs shows the backslash.
     markdown = TABLE_ROW.sub(lambda row: CODE.sub(lambda code: code.group().replace(r"\|", "|"), row.group()), markdown)
 
     def moved(match: re.Match[str]) -> str:
         target = normal(path.parent / match["path"])
         if not (ROOT / target).is_file():
-            return match.group()  # MkDocs will say that it is broken
+            return match.group()  # MkDocs reports it as broken
         return os.path.relpath(site_uri(target), PurePosixPath(uri).parent)
 
     return LINK.sub(moved, markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Drawings (`scripts/pictures`) become a part of the page."""
+    """Inline drawings (`scripts/pictures`) into the page."""
 
     def inlined(match: re.Match[str]) -> str:
         drawing = (IMAGES / match["name"]).read_text()
@@ -105,7 +104,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def palettes() -> str:
-    """The colors of drawings for each palette of the site."""
+    """Colors of drawings for each palette of the site."""
     return "\n".join(
         f'[data-md-color-scheme="{scheme}"] .{CLASS} {{ {variables(colors)} }}'
         for scheme, colors in (("default", LIGHT), ("slate", DARK))
@@ -113,7 +112,7 @@ def palettes() -> str:
 
 
 def site_uri(path: PurePosixPath) -> str:
-    """Where a file of the repository is in the site's sources."""
+    """Path of a repository file in the sources of the site."""
     if path.parts[0] == "docs":
         return str(path.relative_to(DOCS))
     if path.suffix in (".md", ".png", ".svg"):

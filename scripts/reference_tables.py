@@ -1,8 +1,8 @@
-"""The tables of docs/reference that say what the code says. A test compares; this writes them:
+"""Writes the tables of docs/reference that are generated from the code. A test checks that they are up to date:
 
     python scripts/reference_tables.py
 
-A table stands between `<!-- table: NAME -->` and `<!-- end of table -->` in a page.
+A table is between `<!-- table: NAME -->` and `<!-- end of table -->` in a page.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SECTIONS = {
     "PHALANX_TIMELINE": "Timeline, stalls and autotuning, with Horovod's names",
     "KERAS_BACKEND": "Keras and CUDA",
 }
-"""The headings of the variables, each with the first variable below it."""
+"""Headings in the table of variables, each with the first variable below it."""
 
 
 def environment_variables() -> str:
@@ -63,7 +63,7 @@ def command_line() -> str:
 
 
 def of_command(command: click.Command, parent: click.Context) -> str:
-    """Usage, help and options of a command, as `--help` has them."""
+    """Usage, help and options of a command, as shown by `--help`."""
     context = click.RichContext(command, info_name=command.name, parent=parent, **command.context_settings)
     usage = command.get_usage(context).removeprefix("Usage: ")
     parts = [f"## phalanx {command.name}", f"```text\n{' '.join(usage.split())}\n```", prose(command.help or "")]
@@ -81,7 +81,7 @@ def of_command(command: click.Command, parent: click.Context) -> str:
 
 
 def prose(text: str) -> str:
-    """Click's help text as Markdown: after \\b, lines are kept as they are."""
+    """Convert click's help text to Markdown. Lines after \\b are kept unchanged."""
     paragraphs = []
     for paragraph in inspect.cleandoc(text).split("\n\n"):
         kept = paragraph.removeprefix("\b\n")
@@ -94,7 +94,7 @@ def prose(text: str) -> str:
 
 
 def versions() -> str:
-    """What pyproject.toml allows, and what the Makefile installs for the tests."""
+    """Versions that pyproject.toml allows, and those that the Makefile installs for the tests."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     makefile = (ROOT / "Makefile").read_text()
     lower = dict(re.findall(r'LOWEST(?: \?= |=")(\w+)==([\d.]+)', makefile))
@@ -131,13 +131,13 @@ def row(*cells: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Markdown does not read HTML in `<text>` outside of code."""
+    """Escape `<text>` outside of code, so that Markdown does not treat it as HTML."""
     parts = text.split("`")
     return "`".join(part if index % 2 else part.replace("<", "&lt;") for index, part in enumerate(parts))
 
 
 def rewritten(page: str) -> str:
-    """A page with its tables as they must be."""
+    """Return a page with up-to-date tables."""
     return TABLE.sub(lambda match: f"{match['name']} -->\n\n{TABLES[match['name']]()}\n\n", page)
 
 

@@ -1,4 +1,4 @@
-"""Runs a command to its end, or to a bound."""
+"""Runs a command with a time limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+PR_SET_PDEATHSIG = 1  # from <sys/prctl.h>
 
 
 def finish(
@@ -22,11 +22,12 @@ def finish(
     folder: Path = ROOT,
     start: Callable[..., subprocess.Popen[Any]] = subprocess.Popen,
 ) -> tuple[int | None, str]:
-    """A command's exit code, None if it took longer than `bound_s` and was killed, and what it wrote, which then says
-    so. It does not outlive this process, whatever ends it, and the tasks of a job die with their launcher.
+    """Run a command; return its exit code and output. If it takes longer than `bound_s`, it is killed, the exit code is
+    None, and the output says so. The command never outlives this process, and the tasks of a job die with their
+    launcher.
 
     Args:
-        start: `fork_server.popen` to share the imports of Keras.
+        start: Function that starts the process; `fork_server.popen` to share the imports of Keras.
     """
     with start(
         command,
@@ -48,6 +49,6 @@ def finish(
 
 
 def die_with_parent() -> None:
-    """In a new process, before its program: let the kernel kill it when the thread that made it ends."""
+    """In a new process, before its program starts: let the kernel kill it when the thread that created it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

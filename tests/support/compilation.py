@@ -1,7 +1,7 @@
-"""How JAX compiles in tests: cheaply, and each program once in a run of the tests.
+"""Makes JAX compile cheaply in tests, and each program only once per test run.
 
-Compiling is most of what a small model costs on JAX. Without optimizations and the emitters of fused kernels it takes a
-quarter of the time. What one process has compiled, those that come later find in a folder that all of them share.
+Compilation dominates the cost of a small model on JAX. Without optimizations and the emitters of fused kernels, it
+takes a quarter of the time. All processes share a folder of compiled programs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import tempfile
 from tests.support.backends import ON_GPU
 
 CHEAP = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
-"""For processes that run on JAX: XLA as other libraries have it may not know the flag, and would end them."""
+"""For processes that run on JAX only: the XLA of other libraries may not support the flag and would abort."""
 
 SHARED = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 FOLDER = "JAX_COMPILATION_CACHE_DIR"
 
 
 def settings(backend: str) -> dict[str, str]:
-    """The variables for a process that runs on a backend."""
+    """Environment variables for a process that runs on a backend."""
     return {**cheap(backend), **SHARED, FOLDER: _folder()}
 
 
@@ -30,7 +30,7 @@ def cheap(backend: str) -> dict[str, str]:
 
 
 def _folder() -> str:
-    """Of this run of the tests: the first process makes and removes it, and those that it starts inherit it."""
+    """Folder of this test run. The first process creates and removes it; its child processes inherit it."""
     if FOLDER not in os.environ:
         os.environ[FOLDER] = tempfile.mkdtemp(prefix="compiled-")
         atexit.register(_remove, os.environ[FOLDER], os.getpid())
@@ -38,5 +38,5 @@ def _folder() -> str:
 
 
 def _remove(folder: str, owner: int) -> None:
-    if os.getpid() == owner:  # forks have this function as well
+    if os.getpid() == owner:  # forks have registered this function as well
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The digits of scikit-learn, without its import, which takes a job's process longer than to train on them."""
+"""The digits data set of scikit-learn without its import, which takes a process longer than training on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def load_digits() -> tuple[Any, Any]:
-    """Images of shape (1797, 64) with values up to 16, and their numbers of shape (1797,)."""
+    """Load images of shape (1797, 64) with values up to 16, and their labels of shape (1797,)."""
     spec = importlib.util.find_spec("sklearn")
     assert spec is not None, "scikit-learn is not installed"
     assert spec.submodule_search_locations is not None

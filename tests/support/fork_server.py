@@ -1,23 +1,22 @@
-"""Starts Python programs as forks of a process that has imported Keras and its backend already.
+"""Starts Python programs as forks of a process that has already imported Keras and its backend.
 
-Importing Keras with a backend takes three to five seconds of a core, which is most of what a short job costs. A
-*template* (`fork_template`) is a process that has done so once, and has computed nothing: no device, no thread pool, no
-thread. `popen` has it forked where `subprocess.Popen` would have started `python`, and hands back a real `Popen` of a
-real child of this process: it has a process id, dies of signals, and is waited for as any other.
+Importing Keras with a backend takes three to five seconds of a core, most of the cost of a short job. A *template*
+(`fork_template`) is a process that has done so once and has computed nothing: no device, no thread pool, no thread.
+`popen` forks it where `subprocess.Popen` would have started `python`, and returns a real `Popen` of a real child of
+this process: it has a process ID, dies from signals, and is waited for like any other.
 
-How a fork of the template becomes a child of this process: the template forks twice, the process in the middle exits,
-and the kernel gives its child to the nearest ancestor that adopts orphans (`PR_SET_CHILD_SUBREAPER`). This process is
-one while it waits for the answer.
+How a fork of the template becomes a child of this process: the template forks twice, the intermediate process exits,
+and the kernel reparents its child to the nearest ancestor that adopts orphans (`PR_SET_CHILD_SUBREAPER`). This process
+does so while it waits for the answer.
 
-A fork has the command line, environment, descriptors, folder, session, signals, standard streams and random numbers
-that a started program would have, and is `__main__`. What differs: imports cost nothing (those that `lazy_imports`
-defers are deferred for plain programs as well), all forks of a template hash strings alike, NumPy computes with one
-thread, and the interpreter is not torn down at the end. Tests about these start real processes, as does `popen` where a
-variable that is read by an import has another value than in the template.
+A fork has the command line, environment, descriptors, folder, session, signals, standard streams and random numbers of
+a started program, and is `__main__`. Differences: imports cost nothing (those that `lazy_imports` defers are deferred
+for plain programs as well), all forks of a template have the same string hashes, NumPy computes with one thread, and
+the interpreter is not torn down at the end. Tests of these start real processes. So does `popen` if a variable that an
+import reads has a different value than in the template.
 
-`phalanx run`, or a program with `starts_others=True`, is forked together with a template of its own. Its
-`subprocess.Popen` then forks what it starts with `python`: workers share imports as well, and are the launcher's own
-children.
+`phalanx run`, or a program with `starts_others=True`, is forked together with its own template. Its `subprocess.Popen`
+then forks what it would start with `python`: workers share imports as well, and are children of the launcher.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from unittest import mock
 from tests.support.backends import ON_GPU
 from tests.support.commands import ROOT, die_with_parent
 
-PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # of <sys/prctl.h>
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # from <sys/prctl.h>
 MAX_REQUEST_BYTES, MAX_DESCRIPTORS = 1 << 20, 64
 IMPORTED_BACKENDS = ("jax", "tensorflow", "torch")
-"""Keras on NumPy imports quickly enough."""
+"""Backends with templates. Keras on NumPy imports quickly enough."""
 ANSWER_BOUND_S = 120.0
-"""A template imports everything before it answers for the first time."""
+"""Limit for an answer. A template imports everything before its first answer."""
 
-# Variables that are read while modules are imported, less those that are read later or that the fork itself applies.
+# Variables that are read during imports, except those that are also read later or that the fork applies itself.
 READ_BY_IMPORTS = (
     *("CUDA_", "JAX_", "KERAS_", "LD_", "MALLOC_", "NVIDIA_"),
     *("PYTHON", "PYTORCH_", "TF_", "TORCH_", "XLA_"),
@@ -64,19 +63,19 @@ READ_LATER = frozenset(
 )
 
 _start_process = subprocess._fork_exec  # type: ignore[attr-defined]
-_lock = threading.RLock()  # one request at a time, as this process adopts orphans meanwhile
+_lock = threading.RLock()  # one request at a time, because this process adopts orphans meanwhile
 
 
 @dataclass(frozen=True)
 class Request:
-    """A program to become.
+    """A program that a fork is to become.
 
     Attributes:
-        arguments: as after `python`.
-        parent: process id of who asks, and becomes the parent.
-        descriptors: the numbers that the descriptors sent along have in the program.
-        dies_with_parent: as with `die_with_parent`.
-        starts_others: whether the program gets a template of its own.
+        arguments: Arguments of `python`.
+        parent: Process ID of the requesting process, which becomes the parent.
+        descriptors: Numbers in the program of the descriptors that are sent along.
+        dies_with_parent: Whether to call `die_with_parent`.
+        starts_others: Whether the program gets its own template.
     """
 
     arguments: tuple[str, ...]
@@ -90,11 +89,11 @@ class Request:
 
 
 class Template:
-    """A process to be forked, seen from the process that becomes the parent of the forks.
+    """A process to fork, as seen by the process that becomes the parent of the forks.
 
     Args:
-        connection: to the process; closing it ends it.
-        environment: with which it imported everything.
+        connection: Connection to the process, which exits when it is closed.
+        environment: Environment in which the process imported everything.
     """
 
     def __init__(self, connection: socket.socket, environment: Mapping[str, str]):
@@ -102,11 +101,11 @@ class Template:
         self._imported_with = _read_by_imports(environment)
 
     def fits(self, environment: Mapping[str, str]) -> bool:
-        """Whether imports would have had the same outcome in this environment."""
+        """Whether imports would have had the same result in this environment."""
         return _read_by_imports(environment) == self._imported_with
 
     def fork(self, request: Request, descriptors: Sequence[int]) -> int:
-        """Fork it into a child of this process. Returns the process id."""
+        """Fork it into a child of this process, and return the process ID."""
         with _lock, _adopting_orphans():
             socket.send_fds(self._connection, [pickle.dumps(request)], list(descriptors))
             answer = self._connection.recv(64)
@@ -116,8 +115,8 @@ class Template:
 
 
 def popen(command: Sequence[str], *, starts_others: bool = False, **options: Any) -> subprocess.Popen[Any]:
-    """As `subprocess.Popen` with these options; a Python program whose environment names a backend is forked if that is
-    possible, and anything else started."""
+    """Like `subprocess.Popen` with these options, but fork a Python program whose environment names a backend, if
+    possible. Start anything else."""
     with _lock:
         template = _template_of(options.get("env") or os.environ)
         with mock.patch("subprocess._fork_exec", _Starter(template, starts_others)):
@@ -125,14 +124,14 @@ def popen(command: Sequence[str], *, starts_others: bool = False, **options: Any
 
 
 def fork_from_now_on(template: Template) -> None:
-    """Every Python program that this process starts is a fork of `template` if that fits."""
+    """Fork `template`, if it fits, for every Python program that this process starts."""
     subprocess._fork_exec = _Starter(template, starts_others=False)  # type: ignore[attr-defined]
 
 
 def _template_of(environment: Mapping[str, str]) -> Template | None:
-    """The template for the backend that an environment names; started if this is the first request for it."""
+    """Return the template for the backend that an environment names. Start it on the first request."""
     backend = environment.get("KERAS_BACKEND")
-    if sys.platform != "linux" or backend not in IMPORTED_BACKENDS or ON_GPU:  # CUDA's libraries may not be forked
+    if sys.platform != "linux" or backend not in IMPORTED_BACKENDS or ON_GPU:  # CUDA's libraries must not be forked
         return None
     if backend not in _templates:
         _templates[backend] = _start_template(environment)
@@ -140,7 +139,7 @@ def _template_of(environment: Mapping[str, str]) -> Template | None:
 
 
 _templates: dict[str, Template] = {}
-"""Of this process, by backend."""
+"""Templates of this process by backend."""
 
 
 def _start_template(environment: Mapping[str, str]) -> Template:
@@ -149,7 +148,7 @@ def _start_template(environment: Mapping[str, str]) -> Template:
     with there:
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.fork_template", str(there.fileno())],
-            # One thread for NumPy: OpenBLAS starts the others when it is imported.
+            # One thread for NumPy: OpenBLAS starts its threads on import.
             env={
                 **{
                     name: value
@@ -184,7 +183,7 @@ def _read_by_imports(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class _Starter:
-    """Stands for `_posixsubprocess.fork_exec`, which `subprocess.Popen` calls when it has prepared everything."""
+    """Replaces `_posixsubprocess.fork_exec`, which `subprocess.Popen` calls after all preparations."""
 
     def __init__(self, template: Template | None, starts_others: bool):
         self._template, self._starts_others = template, starts_others
@@ -221,7 +220,7 @@ class _Starter:
 
 
 def _python_arguments(asked: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """What follows `python` on a command line of which a fork can be made; None for any other."""
+    """Return the arguments after `python` on a command line that can be forked; None for any other."""
     program, *arguments = [os.fsdecode(argument) for argument in asked["args"]]
     is_program = program == sys.executable and arguments and (arguments[0] in ("-m", "-c") or arguments[0][0] != "-")
     others = (asked["gid"], asked["gids"], asked["uid"])

@@ -1,9 +1,9 @@
-"""The process that is forked in place of starting Python: see `fork_server`.
+"""The process that is forked instead of starting Python; see `fork_server`.
 
     python -m tests.support.fork_template FD
 
-imports what the programs of tests use, answers requests that come through the socket FD until that is closed, and in
-each fork becomes the program that was asked for.
+imports what the programs of tests use, and answers requests from the socket FD until it is closed. Each fork becomes
+the requested program.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ MODULES_OF = {
     "torch": "torch torch.utils.data keras.src.backend.torch.trainer",
 }
 UNNAMED_USERS_OF = {"tensorflow": ["tf_data_"], "torch": ["dataloader_", "pinned_memory"]}
-"""Parts of the names of modules that import a backend and do not say so."""
+"""Parts of the names of modules that import a backend without naming it."""
 
 
 def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     started_with = dict(os.environ)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal; the process that started this ends it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # from a terminal; the process that started this one ends it
     _import_all(os.environ["KERAS_BACKEND"])
-    # A fork has no threads but its own, and would wait for the others.
+    # A fork has only its own thread and would wait for the others.
     assert len(os.listdir("/proc/self/task")) == 1, "an import has started threads"
     gc.collect()
-    gc.freeze()  # or the first collection in a fork would write to every page, and so copy it
+    gc.freeze()  # otherwise, the first collection in a fork would write to, and so copy, every page
     connection.send(b"imported")
     while True:
         request, descriptors = _serve(connection)
@@ -59,7 +59,7 @@ def main() -> None:
         if request.new_session:
             os.setsid()
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        if request.starts_others and _fork() == 0:  # the template of the program's own, which is as this process is now
+        if request.starts_others and _fork() == 0:  # the program's own template, in the current state of this process
             die_with_parent()
             connection.detach()
             connection = there
@@ -71,13 +71,13 @@ def main() -> None:
 
 
 def _import_all(backend: str) -> None:
-    """Import what programs on this backend use, and no other backend."""
+    """Import what programs on this backend use, but no other backend."""
     lazy_imports.install()
     for name in f"{MODULES} {MODULES_OF[backend]}".split():
         importlib.import_module(name)
     others = MODULES_OF.keys() - {backend}
     present = others & sys.modules.keys()  # Keras on PyTorch imports JAX
-    # Importing `phalanx.compat.v1` turns TensorFlow 2 off.
+    # Importing `phalanx.compat.v1` disables TensorFlow 2.
     unwanted = {
         "__main__",
         "horovod",
@@ -90,13 +90,13 @@ def _import_all(backend: str) -> None:
         if not any(part in name for part in unwanted):
             importlib.import_module(name)
             assert others & sys.modules.keys() == present, f"{name} has imported another backend than {backend}"
-    # `import phalanx` alone has none of these: the first use of one has an effect (`phalanx.__getattr__`).
+    # `import phalanx` alone imports none of these; the first use does (`phalanx.__getattr__`).
     for name in phalanx.__all__:
         vars(phalanx).pop(name, None)
 
 
 def _serve(connection: socket.socket) -> tuple[Request, list[int]]:
-    """Answer requests for as long as there are any. Returns in forks alone: what they are to become."""
+    """Answer requests until there are no more. Returns only in forks, with the program that they are to become."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
         if not message:
@@ -109,7 +109,7 @@ def _serve(connection: socket.socket) -> tuple[Request, list[int]]:
                 return pickle.loads(message), descriptors
             os.write(writer, str(child).encode())
             os._exit(0)
-        os.waitpid(middle, 0)  # from then on the child has its new parent
+        os.waitpid(middle, 0)  # the child has its new parent from here on
         connection.send(os.read(reader, 64))
         for descriptor in (reader, writer, *descriptors):
             os.close(descriptor)
@@ -117,14 +117,14 @@ def _serve(connection: socket.socket) -> tuple[Request, list[int]]:
 
 def _fork() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # JAX warns, as it expects threads wherever it is imported
+        warnings.simplefilter("ignore")  # JAX warns, because it expects threads in any process that imports it
         return os.fork()
 
 
 def _become(
     request: Request, received: list[int], template: socket.socket, started_with: Mapping[str, str]
 ) -> NoReturn:
-    """First what `Popen` does between its fork and the start of a program, then what the interpreter does."""
+    """Do what `Popen` does between its fork and the start of a program, then what the interpreter does."""
     template = _take_descriptors(request, received, template)
     if request.dies_with_parent:
         die_with_parent()
@@ -156,7 +156,7 @@ def _await_parent(parent: int) -> None:
 
 
 def _take_descriptors(request: Request, received: list[int], template: socket.socket) -> socket.socket:
-    """Give the program its descriptors under the numbers that it knows, and no others. Returns the moved `template`."""
+    """Give the program its descriptors under the expected numbers, and no others. Return the moved `template`."""
     above = max(request.descriptors) + 1
     moved = [fcntl.fcntl(each, fcntl.F_DUPFD, above) for each in received]
     connection = fcntl.fcntl(template.detach(), fcntl.F_DUPFD_CLOEXEC, above)
@@ -172,7 +172,7 @@ def _take_descriptors(request: Request, received: list[int], template: socket.so
 
 def _close_all_but(kept: set[int]) -> None:
     for number in {int(name) for name in os.listdir("/proc/self/fd")} - kept:
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself
             os.close(number)
 
 
@@ -184,7 +184,7 @@ def _open_streams() -> None:
         is_raw = is_unbuffered and number > 0
         buffer = raw if is_raw else (io.BufferedWriter(raw) if number else io.BufferedReader(raw))
         stream = io.TextIOWrapper(
-            buffer,  # type: ignore[arg-type]  # as the interpreter itself has it
+            buffer,  # type: ignore[arg-type]  # as in the interpreter itself
             encoding=old.encoding,
             errors=old.errors,
             newline="\n" if number else None,
@@ -196,7 +196,7 @@ def _open_streams() -> None:
 
 
 def _apply_variables() -> None:
-    """What modules would have read or drawn when they were imported."""
+    """Apply what modules would have read or drawn during their import."""
     sys.modules["numpy"].random.seed()
     if "torch" in sys.modules and (threads := os.environ.get("OMP_NUM_THREADS")):
         sys.modules["torch"].set_num_threads(int(threads))
@@ -205,8 +205,8 @@ def _apply_variables() -> None:
 
 
 def _run(arguments: Sequence[str]) -> NoReturn:
-    """Run the program, and end as the interpreter would, except that it is not torn down: that takes half a second, as
-    it writes to, and so copies, every page of the template."""
+    """Run the program, and exit as the interpreter would, but without tearing it down. That takes half a second,
+    because it writes to, and so copies, every page of the template."""
     code = 0
     try:
         bootstrap.run_program(list(arguments))
@@ -228,7 +228,7 @@ def _code_of(end: SystemExit) -> int:
 
 
 def _show(error: BaseException) -> None:
-    """As uncaught errors are, without the frames of this file and of `run_program`."""
+    """Show an error like an uncaught one, without the frames of this file and of `run_program`."""
     stack = error.__traceback__
     while stack is not None and stack.tb_frame.f_code in (_run.__code__, bootstrap.run_program.__code__):
         stack = stack.tb_next
@@ -241,7 +241,7 @@ def _end(code: int) -> NoReturn:
     atexit._run_exitfuncs()
     for each in gc.get_objects():  # files that the program has left open
         if isinstance(each, (io.TextIOWrapper, io.BufferedWriter)):
-            with contextlib.suppress(Exception):  # closed, or without a reader
+            with contextlib.suppress(Exception):  # already closed, or without a reader
                 each.flush()
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)

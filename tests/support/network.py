@@ -1,4 +1,4 @@
-"""Hosts of their own on one machine: network namespaces on a bridge, with cables that can be cut."""
+"""Simulates hosts on one machine: network namespaces on a bridge, with cables that can be cut."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pathlib import Path
 from tests.support.weather import Weather, carry
 
 UNUSED_HARDWARE_ADDRESS = "02:00:00:00:00:01"
-"""A hardware address that no interface has: what is sent to it is lost without a word."""
+"""A hardware address that no interface has. Packets to it are silently lost."""
 
 
 class Network:
-    """Network namespaces on one bridge: hosts 10.77.<n>.1, 10.77.<n>.2, ...; this machine is 10.77.<n>.254. They are
-    there within a `with`.
+    """Network namespaces on one bridge: hosts 10.77.<n>.1, 10.77.<n>.2, ...; this machine is 10.77.<n>.254. They exist
+    within a `with` block.
 
     Args:
-        weather: what frames meet on the cable between each host and the bridge.
+        weather: Conditions on the cable between each host and the bridge.
     """
 
     def __init__(self, hosts: int, weather: Weather | None = None):
@@ -29,7 +29,7 @@ class Network:
 
     @staticmethod
     def problem(weather: Weather | None = None) -> str:
-        """Why it cannot be made here; empty if it can."""
+        """Why it cannot be created here; empty if it can."""
         if shutil.which("ip") is None or os.geteuid() != 0:
             return "network namespaces need the ip command and root"
         try:
@@ -66,7 +66,7 @@ class Network:
             self._run("-n", space, "link", "set", "lo", "up")
 
     def _lay_cables(self) -> None:
-        """One for each host, whose both ends are still on this machine."""
+        """Create one cable per host, with both ends still on this machine."""
         ends = [(self._outer(host), self._inner(host)) for host in range(1, self._hosts + 1)]
         if self._weather is not None:
             self._carrier = carry(self._weather, ends)
@@ -94,13 +94,14 @@ class Network:
 
     @property
     def slots(self) -> str:
-        """For `phalanx run --hosts`: all hosts, one task on each."""
+        """Value for `phalanx run --hosts`: all hosts with one task each."""
         return ",".join(f"{self.address(host)}:1" for host in range(1, self._hosts + 1))
 
     def launcher(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        """To run `phalanx run --hosts` with these hosts: what its command starts with, and variables it needs.
+        """Return the prefix of the command `phalanx run --hosts` for these hosts, and the variables that it needs.
 
-        It reaches them by a script in place of ssh, and tells the workers its host's name, which here is an address.
+        It reaches them through a script instead of ssh, and passes the name of its host, here an address, to the
+        workers.
         """
         spaces = [f"  {self.address(host)}) space={self.space(host)} ;;" for host in range(1, self._hosts + 1)]
         script = [
@@ -117,17 +118,17 @@ class Network:
         name = f'echo {self.address(254)} > /proc/sys/kernel/hostname && exec "$@"'
         return ["unshare", "--uts", "sh", "-c", name, "launcher"], {"PHALANX_SSH": str(path)}
 
-    # Faults. Each can be repeated, and ended.
+    # Faults. Each can be repeated and undone.
 
     def cut(self, host: int) -> None:
-        """Silence, as when the power of the host fails: no packet, no reset."""
+        """Silence a host, as a power failure does: no packet, no reset."""
         self._run("link", "set", self._outer(host), "nomaster")
 
     def mend(self, host: int) -> None:
         self._run("link", "set", self._outer(host), "master", self.name)
 
     def mute(self, host: int, towards: int) -> None:
-        """What a host sends to another one is lost; the other way all is well."""
+        """Drop what a host sends to another host. The other direction works."""
         entry = (self.address(towards), "lladdr", UNUSED_HARDWARE_ADDRESS, "nud", "permanent", "dev", self._inner(host))
         self._run("-n", self.space(host), "neigh", "replace", *entry)
 
@@ -136,7 +137,7 @@ class Network:
         self._run("-n", self.space(host), "neigh", "del", *entry, check=False)
 
     def slow(self, host: int, mbits: float, delay_ms: int) -> None:
-        """A narrow cable to a host, on which packets wait for up to `delay_ms`."""
+        """Limit the rate of the cable to a host, on which packets wait for up to `delay_ms`."""
         shape = ("rate", f"{mbits}mbit", "burst", "16kb", "latency", f"{delay_ms}ms")
         self._traffic("qdisc", "replace", "dev", self._outer(host), "root", "tbf", *shape)
 

@@ -1,4 +1,4 @@
-"""What became of the tests that the processes of a job ran, each all of them, and what should have."""
+"""Compares the outcomes of tests with the expected ones. Each process of a job runs all tests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 Outcomes = dict[str, str]
-"""By test: "passed", "skipped" or the error."""
+"""Outcome by test: "passed", "skipped" or the error."""
 
 
 class OutcomeWriter:
     """A pytest plugin that writes the outcomes of a process at the end.
 
     Args:
-        path: the file.
+        path: File to write.
     """
 
     def __init__(self, path: Path):
@@ -25,7 +25,7 @@ class OutcomeWriter:
         self._outcomes: Outcomes = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note an outcome; of a test with subtests, the first one that failed."""
+        """Record an outcome; for a test with subtests, the first failure."""
         if report.when == "call" or not report.passed:
             name = report.nodeid.rpartition("::")[2]
             error = str(getattr(getattr(report.longrepr, "reprcrash", None), "message", report.longrepr))
@@ -37,15 +37,15 @@ class OutcomeWriter:
 
 
 def count(outcomes: Outcomes) -> str:
-    """How many there are of each kind."""
+    """Describe how many outcomes there are of each kind."""
     passed, skipped = (list(outcomes.values()).count(kind) for kind in ("passed", "skipped"))
     return f"{passed} passed, {skipped} skipped, {len(outcomes) - passed - skipped} failed"
 
 
 def read(folder: Path, processes: Iterable[str], log: Path) -> dict[str, Outcomes]:
-    """The outcomes of each process, from files named after them.
+    """Read the outcomes of each process from files named after the processes.
 
-    Raises: SystemExit with the end of the log, if a process did not write its file.
+    Raises: SystemExit with the end of the log if a process did not write its file.
     """
     found = {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
     if missing := set(processes) - set(found):
@@ -54,7 +54,8 @@ def read(folder: Path, processes: Iterable[str], log: Path) -> dict[str, Outcome
 
 
 def are_as_listed(failed: Mapping[str, str], expected: Collection[str]) -> bool:
-    """Whether just the expected tests failed; prints those that did, with their errors, and those that did not."""
+    """Return whether exactly the expected tests failed. Print tests that failed, with their errors, and those that did
+    not."""
     for name, error in failed.items():
         print(f"  {'expected' if name in expected else 'FAILED'}: {name}: {error.strip().splitlines()[0][:300]}")
     for name in set(expected) - set(failed):

@@ -1,6 +1,6 @@
 """Runs a function in several processes that are the members of a job, without a cluster or a rendezvous.
 
-The links are socket pairs made before the processes are forked, so nothing has to find anything.
+The links are socket pairs that are created before the processes are forked, so no process has to find another.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from phalanx.cluster.membership import Member, Membership
 from phalanx.transport.link import Link
 
 BOUND_S = 60.0
-"""Against hanging; what runs here takes a fraction of it."""
+"""Limit for hanging processes. Functions here take a fraction of it."""
 
 
 @dataclass
 class Outcome:
-    """What became of one rank.
+    """Outcome of one rank.
 
     Attributes:
-        value: what the function returned.
-        error: what it raised, pickled on the way: class and text are as they were.
-        text: its traceback.
-        exit_code: of the process; minus the signal that ended it.
-        ended: a value of `time.monotonic()`.
+        value: Return value of the function.
+        error: Error that it raised, pickled in between: class and text are preserved.
+        text: Traceback of the error.
+        exit_code: Exit code of the process; the negative signal number if a signal ended it.
+        ended: Time at which it ended, by `time.monotonic()`.
     """
 
     value: Any = None
@@ -45,12 +45,12 @@ class Outcome:
 
 
 def hosts_of(world_size: int) -> list[str]:
-    """All ranks on one host."""
+    """Return the hosts of ranks that all run on one host."""
     return ["host-a"] * world_size
 
 
 def socket_mesh(world_size: int, family: str = "unix") -> dict[tuple[int, int], socket.socket]:
-    """A connected pair for each two ranks; `[a, b]` is the end that rank a uses to talk to b."""
+    """Create a connected pair for every two ranks. `[a, b]` is the end that rank a uses to communicate with b."""
     ends: dict[tuple[int, int], socket.socket] = {}
     for low in range(world_size):
         for high in range(low + 1, world_size):
@@ -70,12 +70,12 @@ def membership_of(
 
 
 class Job:
-    """Forked processes, one for each rank. A context manager: nothing is left after it.
+    """Forked processes, one per rank. A context manager that leaves nothing behind.
 
     Args:
-        function: called as `function(membership)` in each process; its result must be picklable.
-        hosts: the host of each rank.
-        family: `unix` or `tcp`, the sockets between them.
+        function: Function to call as `function(membership)` in each process; its result must be picklable.
+        hosts: Host of each rank.
+        family: Family of the sockets between the ranks, `unix` or `tcp`.
     """
 
     def __init__(self, function: Callable[[Membership], Any], hosts: Sequence[str], family: str = "unix"):
@@ -112,7 +112,8 @@ class Job:
         os.kill(self.processes[rank].pid, number)
 
     def outcomes(self, bound_s: float = BOUND_S, without: Sequence[int] = ()) -> list[Outcome]:
-        """Each rank's outcome; those of `without` are not waited for. TimeoutError if one takes too long."""
+        """Return the outcome of each rank, without waiting for those in `without`. TimeoutError if one takes too
+        long."""
         outcomes = [Outcome() for _ in self.processes]
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in without}
         until = time.monotonic() + bound_s
@@ -138,13 +139,13 @@ def run_ranks(
     family: str = "unix",
     bound_s: float = BOUND_S,
 ) -> list[Outcome]:
-    """Run `function(membership)` in `world_size` processes; the outcomes in rank order."""
+    """Run `function(membership)` in `world_size` processes, and return the outcomes in rank order."""
     with Job(function, hosts or hosts_of(world_size), family) as job:
         return job.outcomes(bound_s)
 
 
 def values(outcomes: Sequence[Outcome]) -> list[Any]:
-    """What all ranks returned. AssertionError with the traceback of one that did not."""
+    """Return the values of all ranks. AssertionError with the traceback of a rank that failed."""
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank}:\n{outcome.text}"
         assert outcome.exit_code == 0, f"rank {rank} ended with {outcome.exit_code}"
@@ -158,7 +159,7 @@ def run_threads(
     hosts: Sequence[str] | None = None,
     bound_s: float = BOUND_S,
 ) -> list[Any]:
-    """As `run_ranks`, in threads of this process, for what does not need to be real. Returns the results."""
+    """Like `run_ranks`, but in threads of this process, for tests that need no real processes. Return the results."""
     ends = socket_mesh(world_size)
     pids = [os.getpid()] * world_size
     memberships = [membership_of(rank, hosts or hosts_of(world_size), pids, ends) for rank in range(world_size)]
@@ -203,7 +204,7 @@ def _child(
     started: Any,
     pipe: Connection,
 ) -> None:
-    # The ends of others must close with them, not with this process.
+    # The ends of other ranks must close with them, not with this process.
     for (owner, _), sock in ends.items():
         if owner != rank:
             sock.close()

@@ -1,4 +1,4 @@
-"""Runs Python programs on a backend; what they share, importing Keras among it, is done once (`fork_server`)."""
+"""Runs Python programs on a backend. Common work, such as importing Keras, is done once (`fork_server`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.commands import ROOT, finish
 
 
 def environment(backend: str) -> dict[str, str]:
-    """What a program or job runs in: nothing of a job that this test may be part of itself."""
+    """Environment of a program or job, without variables of a job that this test may be part of."""
     left_out = {"TF_CONFIG", *compilation.CHEAP}
     inherited = {
         name: value for name, value in os.environ.items() if not (name.startswith("PHALANX_") or name in left_out)
@@ -25,7 +25,7 @@ def environment(backend: str) -> dict[str, str]:
         "TF_CPP_MIN_LOG_LEVEL": "3",
         **DEVICE_SETTINGS,
         **compilation.settings(backend),
-        # A rank that waits for too long reports it well before the bound of the test.
+        # A rank that waits too long reports this well before the time limit of the test.
         "PHALANX_TIMEOUT": "240",
     }
 
@@ -38,11 +38,11 @@ def run_python(
     starts_others: bool = False,
     variables: dict[str, str] | None = None,
 ) -> tuple[int | None, str]:
-    """The exit code of `python *arguments` on a backend, and what it wrote, as `finish` returns them.
+    """Run `python *arguments` on a backend, and return its exit code and output as `finish` does.
 
     Args:
-        starts_others: whether the program starts Python programs itself, as `phalanx run` does without saying so.
-        variables: of the environment, next to those of `environment`.
+        starts_others: Whether the program starts Python programs itself; implied for `phalanx run`.
+        variables: Environment variables in addition to those of `environment`.
     """
     return finish(
         [sys.executable, *arguments],
@@ -54,7 +54,7 @@ def run_python(
 
 
 def check_python(*arguments: str, backend: str, bound_s: float = 120.0) -> str:
-    """What `python *arguments` wrote on a backend. AssertionError with it if it failed."""
+    """Run `python *arguments` on a backend, and return its output. AssertionError with the output if it fails."""
     code, output = run_python(*arguments, backend=backend, bound_s=bound_s)
     assert code == 0, output
     return output

@@ -10,7 +10,7 @@ import keras
 
 
 def set_random_seed(seed: int) -> None:
-    """As Keras's, which imports TensorFlow on any backend if it is installed: two seconds of each process."""
+    """Like the function of Keras, which imports TensorFlow on any backend if installed: two seconds per process."""
     if keras.backend.backend() == "tensorflow" or "tensorflow" in sys.modules:
         keras.utils.set_random_seed(seed)
     else:

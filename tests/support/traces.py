@@ -1,4 +1,4 @@
-"""Reading a timeline, and the rules that every one keeps."""
+"""Reads timelines, and checks the rules that all of them must follow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDING_US = 0.01
 
 
 def read(path: Path) -> Events:
-    """The events of a file, after checking what the format wants of them."""
+    """Return the events of a file after checking that they conform to the format."""
     events: Events = json.loads(path.read_text())
     for event in events:
         assert event["ph"] in "XiMbe", event
@@ -33,14 +33,14 @@ def read(path: Path) -> Events:
 
 @contextlib.contextmanager
 def traced(hvd: Any, events: Events, *, mark_cycles: bool = False) -> Iterator[None]:
-    """Fills `events` with the timeline of what is done inside, by all ranks, which are to call this."""
+    """Context manager that fills `events` with the timeline of its body. All ranks must call this."""
     (path,) = hvd.broadcast_object([tempfile.mktemp(suffix=".json")], 0)
     hvd.start_timeline(path, mark_cycles=mark_cycles)
     try:
         yield
     finally:
         hvd.stop_timeline()
-    # Barriers have no names, and cases before may have had fewer of them on some ranks.
+    # Barriers have no names, and earlier cases may have called fewer of them on some ranks.
     hvd.allgather_object(None, name="all have stopped")
     events += read(Path(path))
     hvd.allgather_object(None, name="all have read")
@@ -49,7 +49,7 @@ def traced(hvd: Any, events: Events, *, mark_cycles: bool = False) -> Iterator[N
 
 
 def check_nesting(events: Sequence[dict[str, Any]]) -> None:
-    """Events of one track follow each other or are nested."""
+    """Check that events of one track follow each other or are nested."""
     tracks = defaultdict(list)
     for event in events:
         if event["ph"] == "X":
@@ -65,15 +65,15 @@ def check_nesting(events: Sequence[dict[str, Any]]) -> None:
 
 
 def named(events: Events, name: str, rank: int | None = None) -> Events:
-    """The events of a name, of one rank or of all."""
+    """Events with a name, of one rank or of all ranks."""
     return [event for event in events if event["name"] == name and rank in (None, event["pid"])]
 
 
 def names_of_processes(events: Events) -> dict[int, str]:
-    """What each rank is called."""
+    """Name of each rank."""
     return {event["pid"]: event["args"]["name"] for event in named(events, "process_name")}
 
 
 def names_of_tracks(events: Events) -> dict[tuple[int, int], str]:
-    """What each track of each rank is called."""
+    """Name of each track of each rank."""
     return {(event["pid"], event["tid"]): event["args"]["name"] for event in named(events, "thread_name")}

@@ -1,8 +1,8 @@
-"""Bad networks: a cable whose frames are late, lost, or wait in a line. What `tc netem` does, for kernels without it.
+"""Bad networks: cables that delay, lose or queue frames. Does what `tc netem` does, for kernels without it.
 
     python -m tests.support.weather DELAY_MS JITTER_MS LOSS MBITS FD FD ...
 
-carries frames between the two ends of each cable, which are file descriptors of TAP devices, until it is killed.
+carries frames between the two ends of each cable (file descriptors of TAP devices) until it is killed.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tests.support.commands import ROOT, die_with_parent
 TUNSETIFF, IFF_TAP, IFF_NO_PI = 0x400454CA, 0x0002, 0x1000
 FRAME_BYTES = 65_536
 LINE_S = 1.0
-"""Frames that would wait longer than this for a full cable are lost."""
+"""Maximum queueing time. Frames that would wait longer for a full cable are lost."""
 
 
 @dataclass(frozen=True)
 class Weather:
-    """What a frame meets on its way through one cable, each way.
+    """Conditions on a cable, in each direction.
 
     Attributes:
-        delay_ms, jitter_ms: how late it is, and by how much more at most, by chance; frames keep their order.
-        loss: the share of frames that never arrive.
-        mbits: how much the cable carries in a second; 0 for no limit.
+        delay_ms, jitter_ms: Delay of a frame, and the maximum random addition. Frames keep their order.
+        loss: Fraction of frames that are lost.
+        mbits: Rate of the cable in megabits per second; 0 for no limit.
     """
 
     delay_ms: float = 0.0
@@ -46,7 +46,7 @@ class Weather:
 
 
 def tap(name: str) -> int:
-    """Make a TAP device of this name, as long as the file descriptor is open."""
+    """Create a TAP device with this name. It exists as long as the file descriptor is open."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     try:
         fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI))
@@ -57,7 +57,7 @@ def tap(name: str) -> int:
 
 
 def carry(weather: Weather, cables: Sequence[tuple[str, str]]) -> subprocess.Popen[bytes]:
-    """Make cables between TAP devices of these names, and start the process that is their weather and has them."""
+    """Create cables between TAP devices with these names, and start the process that owns and simulates them."""
     with contextlib.ExitStack() as stack:
         ends = []
         for name in itertools.chain.from_iterable(cables):
@@ -80,7 +80,7 @@ class Way:
         self._free_at = self._last_at = 0.0
 
     def arrival(self, size: int, now: float) -> float | None:
-        """When a frame arrives; None if it does not."""
+        """Return when a frame arrives; None if it is lost."""
         weather = self._weather
         if self._chance.random() < weather.loss:
             return None
@@ -124,7 +124,7 @@ def _read(descriptor: int) -> bytes | None:
 
 
 def _write(descriptor: int, frame: bytes) -> None:
-    with contextlib.suppress(OSError):  # a cable that is down, or a full queue, loses frames
+    with contextlib.suppress(OSError):  # a cable that is down or a full queue loses frames
         os.write(descriptor, frame)
 
 
