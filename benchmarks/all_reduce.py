@@ -1,12 +1,12 @@
-"""All-reduce between two local processes with a core each: Phalanx against PyTorch's gloo, in one run.
+"""All-reduce between two local processes with one core each: Phalanx compared with PyTorch's gloo, in one run.
 
     python benchmarks/all_reduce.py                      # a table
-    python benchmarks/all_reduce.py --json result.json   # and the figures
+    python benchmarks/all_reduce.py --json result.json   # also write the figures
 
-Systems run one after the other, in processes of their own: `shared memory` and `ring` (over TCP loopback) are the
-communicators of Phalanx, `ring, encrypted` is the latter as between hosts in a job with a secret, `gloo` is
+Systems run one after another, in separate processes: `shared memory` and `ring` (over TCP loopback) are the
+communicators of Phalanx, `ring, encrypted` is the latter as used between hosts in a job with a secret, `gloo` is
 torch.distributed, if torch is installed. Times are medians, in ms, of a whole call that merges float32 arrays in place
-(gloo) or into arrays that are reused (Phalanx).
+(gloo) or into reused arrays (Phalanx).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
-# bytes: the number of timed calls
+# Number of timed calls by size in bytes.
 SIZES = {4_096: 300, 65_536: 300, 1_080_000: 150, 16_000_000: 20, 100_000_000: 7}
-# Shares of the arrays of a small model (an MLP), to see what many arrays cost.
+# Relative sizes of the arrays of a small model (an MLP), to measure the cost of many arrays.
 MLP_ARRAYS = (200_704, 256, 65_536, 256, 2_560, 10)
 WARM_UP_CALLS = 5
 BOUND_S = 120
@@ -37,7 +37,7 @@ Call = Callable[[], None]
 
 
 def time_calls(call: Call, barrier: Call, count: int) -> float:
-    """Median ms of a call; the processes meet before each one, so that waiting for the other is not counted."""
+    """Median ms of a call; the processes synchronize before each one, so that waiting for the other does not count."""
     for _ in range(WARM_UP_CALLS):
         call()
     samples = []
@@ -52,7 +52,7 @@ def time_calls(call: Call, barrier: Call, count: int) -> float:
 def phalanx_times(
     rank: int, implementation: str, encrypted: bool, link: socket.socket, pids: list[int]
 ) -> dict[str, float]:
-    """ms for each case."""
+    """Measure the ms of each case."""
     from phalanx.cluster.membership import Member, Membership
     from phalanx.collectives import CommunicationImplementation, CommunicationOptions, connect
     from phalanx.transport.encryption import KEY_BYTES, SessionKeys
@@ -88,7 +88,7 @@ def phalanx_times(
 
 
 def gloo_times(rank: int, store: str) -> dict[str, float]:
-    """ms for each case. Several arrays travel as one flat one, as DDP does it, without its copies."""
+    """Measure the ms of each case. Several arrays are sent as one flat array, as in DDP, without its copies."""
     import torch
     import torch.distributed as dist
 
@@ -105,7 +105,7 @@ def gloo_times(rank: int, store: str) -> dict[str, float]:
 
 
 def run_pair(body: Callable[..., dict[str, float]], *args: Any, links: bool) -> dict[str, float]:
-    """Run `body(rank, ...)` in two processes with a core each; what rank 0 returns."""
+    """Run `body(rank, ...)` in two processes with one core each, and return the result of rank 0."""
     context = multiprocessing.get_context("fork")
     cores = sorted(os.sched_getaffinity(0))
     ends = tcp_pair() if links else (None, None)
@@ -147,7 +147,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def measure() -> dict[str, dict[str, float]]:
-    """ms by system and case."""
+    """Measure the ms by system and case."""
     times = {
         "shared memory": run_pair(phalanx_times, "AUTO", False, links=True),
         "ring": run_pair(phalanx_times, "RING", False, links=True),
@@ -165,7 +165,7 @@ def measure() -> dict[str, dict[str, float]]:
 
 
 def table(times: dict[str, dict[str, float]]) -> str:
-    """Cases down, systems across, and how many times faster than gloo each is."""
+    """Render cases as rows and systems as columns, with the speed of each relative to gloo."""
     systems = list(times)
     lines = ["| ms | " + " | ".join(systems) + " |", "|---|" + "---|" * len(systems)]
     for case in times[systems[0]]:

@@ -1,10 +1,10 @@
-"""The cost of checkpoints: the digits example on two workers, with one checkpoint a second and with none.
+"""The cost of checkpoints: the digits example on two workers, with one checkpoint per second and without checkpoints.
 
     phalanx run --workers 2 --backend jax benchmarks/checkpoints.py [--seconds 6] [--pairs 5]
 
-Trainings with and without take turns in one job, each from its first to its last step. The final checkpoint is not
-included: in a training that continues, no step waits for it. Prints the seconds of each pair, and the median of their
-ratios.
+Training runs with and without checkpoints alternate in one job, each timed from its first to its last step. The final
+checkpoint is not included, because no step of a longer run would wait for it. Prints the seconds of each pair and the
+median of their ratios.
 """
 
 from __future__ import annotations

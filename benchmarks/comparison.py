@@ -1,4 +1,4 @@
-"""The measurements of one run, and what follows from them: medians, ratios, bars met or not."""
+"""The measurements of one run and the results: medians, ratios, whether bars are met."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.work import WORKS
 class Measurement:
     """One job of one tool on one work, in one round.
 
-    Of an all-reduce, `tool` is the system, `work` the case (a size in bytes), and a step is one call.
+    For an all-reduce, `tool` is the system, `work` is the case (a size in bytes), and a step is one call.
     """
 
     round: int
@@ -32,7 +32,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Spread:
-    """A median over rounds with the least and the greatest."""
+    """A median over rounds, with minimum and maximum."""
 
     median: float
     least: float
@@ -46,7 +46,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A bar beside what was measured: a ratio of speeds, or seconds."""
+    """A bar and the measured value: a ratio of speeds, or seconds."""
 
     work: str
     tool: str
@@ -65,10 +65,10 @@ class Verdict:
 
 @dataclass
 class Comparison:
-    """All that `benchmarks.run` found out, as it is kept in results/*.json.
+    """All results of `benchmarks.run`, as stored in results/*.json.
 
     Attributes:
-        failures: what gave no figures, and why; nothing is left out in silence.
+        failures: Jobs that gave no figures, and why. Nothing is omitted silently.
     """
 
     date: str
@@ -91,7 +91,7 @@ class Comparison:
         return [each for each in self.measurements if (each.tool, each.work) == (tool, work) and each.ms_per_step]
 
     def ms(self, tool: str, work: str) -> Spread | None:
-        """Milliseconds per step over the rounds; None where nothing was measured."""
+        """Milliseconds per step over the rounds; None if nothing was measured."""
         found = [each.ms for each in self.of(tool, work)]
         return Spread.of(found) if found else None
 
@@ -104,14 +104,14 @@ class Comparison:
         return Spread.of(found) if found else None
 
     def ratio(self, tool: str, against: str, work: str) -> Spread | None:
-        """How many times the speed of `against` `tool` has, round by round: noise of the machine that both
-        met in one round cancels out."""
+        """Speed of `tool` relative to `against`, per round, so that noise of the machine that affects both in a round
+        cancels out."""
         others = {each.round: each.ms for each in self.of(against, work)}
         found = [others[each.round] / each.ms for each in self.of(tool, work) if each.round in others]
         return Spread.of(found) if found else None
 
     def verdicts(self) -> list[Verdict]:
-        """Each bar for which there is a measurement."""
+        """Return the bars that have a measurement."""
         return [*self._speed_verdicts(), *self._start_verdicts()]
 
     def _speed_verdicts(self) -> Iterable[Verdict]:

@@ -1,10 +1,10 @@
-"""What training with fewer bytes gains and costs: `python -m benchmarks.compression`.
+"""The gains and costs of training with fewer bytes: `python -m benchmarks.compression`.
 
-Three questions, each answered by a table. How many steps a second does the character model (`examples/char_lm.py`)
-take over a simulated line of 100 Mbit/s, with each compression? How far from uncompressed do the character model and
-the digits come? And what does DiLoCo with 50 inner steps send and reach, beside synchronous training?
+Three questions, each answered by a table. How many steps per second does the character model (`examples/char_lm.py`)
+take over a simulated 100 Mbit/s link with each compression? How close to uncompressed training do the character model
+and the digits get? What does DiLoCo with 50 inner steps send and reach, compared with synchronous training?
 
-Every job's figures are kept in a folder, so that a run that was cut short goes on where it was: `--work`.
+The figures of every job are kept in the folder `--work`, so that an interrupted run can resume.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from benchmarks.run import RESULTS
 ROOT = Path(__file__).parents[1]
 MBITS = 100
 NO_LIMIT = 1e6
-"""Mbit/s: through links all the same, so that the bytes are those that a network would carry."""
+"""Mbit/s. Still uses links, so that the bytes are those that a network would carry."""
 COMPRESSIONS = ("none", "float16", "bfloat16", "int8", "int6", "int4", "top_k", "power_sgd")
 BACKEND = "jax"
 SEEDS = (1, 2, 3)
 
-# The bars: times the steps/s of uncompressed; parts of what uncompressed reaches; parts of its bytes.
+# The bars, relative to uncompressed training: its steps/s, the result that it reaches, its bytes.
 SPEED_BARS = {"int8": 3.0, "power_sgd": 8.0}
 NEAR = 0.005
 DILOCO_BYTES, DILOCO_LOSS = 0.03, 0.03
 
 CHAR_LM = ("examples/char_lm.py", "--verbose", "0", "--learning-rate", "1e-3")
-# 128 characters of each process in a step: with more, a step computes longer, and all compressions gain less.
+# 128 characters per process and step. With more, a step computes longer, and all compressions gain less.
 FEW = ("--batch-size", "4")
 SPEED = (*FEW, "--strategies", "plain", "--epochs", "4", "--steps", "12")
 SPEED_OF_DILOCO = (*FEW, "--epochs", "2", "--steps", "50")
@@ -50,13 +50,14 @@ DILOCO = ("--strategies", "diloco", "--outer-learning-rate", "0.8", "--outer-mom
 
 @dataclass(frozen=True)
 class Bench:
-    """Where figures are kept, and whether missing ones are measured."""
+    """The store of figures, and whether to measure missing ones."""
 
     work: Path
     may_run: bool
 
     def char_lm(self, name: str, arguments: Sequence[str], *, mbits: float | None = None) -> dict[str, Any] | None:
-        """The curve of one training of the character model; None where there is none and none may be made."""
+        """Return the curve of one training run of the character model; None if it is missing and may not be
+        measured."""
         folder = self.work / name
         path = folder / "char_lm.json"
         if not path.exists():
@@ -67,7 +68,7 @@ class Bench:
         return curve
 
     def digits(self, compression: str, seed: int) -> float | None:
-        """The accuracy on held-out digits, in percent."""
+        """Return the accuracy on held-out digits in percent."""
         name = f"digits-{compression}-{seed}"
         log = self.work / f"{name}.log"
         if not log.exists() or "test accuracy" not in log.read_text():
@@ -92,13 +93,13 @@ class Bench:
 
 
 def speeds(bench: Bench, rounds: int, ways: Sequence[str]) -> dict[str, list[float]]:
-    """Steps a second of the least disturbed epoch, by compression, in each round; all take turns in a round."""
+    """Measure steps per second of the least disturbed epoch, by compression and round. All take turns in a round."""
     found: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in ways:
             chosen = SPEED if name == "none" else (*SPEED, "--compression", name)
             if name == "diloco":
-                chosen = (*SPEED_OF_DILOCO, *DILOCO)  # with one exchange in each epoch
+                chosen = (*SPEED_OF_DILOCO, *DILOCO)  # with one exchange per epoch
             curve = bench.char_lm(f"speed-{name}-{number}", chosen, mbits=MBITS)
             if curve is not None:
                 totals = [0.0, *curve["seconds"]]
@@ -122,7 +123,7 @@ def speed_table(found: dict[str, list[float]]) -> list[str]:
 
 
 def accuracy_table(bench: Bench) -> list[str]:
-    """Means over the seeds; a single training of the character model may be half a percent off either way."""
+    """Render means over the seeds. A single training run of the character model may deviate by half a percent."""
     curves = {name: [bench.char_lm(*_short(name, seed), mbits=NO_LIMIT) for seed in SEEDS] for name in COMPRESSIONS}
     digits = {name: [bench.digits(name, seed) for seed in SEEDS] for name in COMPRESSIONS}
     losses = {name: [curve["losses"][-1] for curve in found if curve] for name, found in curves.items()}
@@ -147,7 +148,7 @@ def _short(name: str, seed: int) -> tuple[str, list[str]]:
 
 
 def _beside(found: Sequence[float], plain: Sequence[float], form: str) -> str:
-    """Two cells: the mean with the least and the greatest, and by how much it differs from uncompressed."""
+    """Render two cells: the mean with minimum and maximum, and its difference from uncompressed training."""
     if len(found) < len(SEEDS) or len(plain) < len(SEEDS):
         return "| "
     mean = statistics.mean(found)
@@ -175,10 +176,10 @@ def diloco_table(bench: Bench) -> list[str]:
 
 
 def plot(bench: Bench, speed: dict[str, list[float]], path: Path) -> None:
-    """Held-out loss against bytes, and against time at the simulated rate: steps over the measured steps a second."""
+    """Plot held-out loss over bytes, and over time at the simulated rate: steps by measured steps per second."""
     import matplotlib
 
-    matplotlib.use("Agg")  # draws to files, also where there is no screen
+    matplotlib.use("Agg")  # draws to files; needs no screen
     from matplotlib import pyplot
 
     names = {"long-plain": "synchronous", "long-diloco": "DiLoCo, H = 50"}

@@ -1,10 +1,9 @@
-"""What a dashboard that someone looks at costs a training step: `python -m benchmarks.dashboard_cost`.
+"""The cost of an open dashboard for a training step: `python -m benchmarks.dashboard_cost`.
 
 One job of two workers trains an MLP at global batch 64 on JAX. Windows of a few seconds alternate: with a dashboard and
-a reader of its stream, as an open page is one, and without. Each pair of neighbouring windows gives a ratio of mean
-step times; the answer is the median ratio. On a machine that does other things too, that ratio says little. The
-processor time of dashboard and launcher, which workers on all cores cannot have, is a bound that does not depend on
-them.
+a reader of its stream, like an open page, and without. Each pair of adjacent windows gives a ratio of mean step times;
+the result is the median ratio. On a machine with other load, this ratio says little. The processor time of dashboard
+and launcher, which is lost for workers on all cores, is a bound that does not depend on other load.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import psutil
 
 TOKEN = "benchmark-of-the-dashboard"
 WARM_UP_S = 2.0
-"""A dashboard that starts imports its packages, which is not what is measured."""
+"""A starting dashboard imports its packages, which is not part of the measurement."""
 
 PROGRAM = """
 import sys, time
@@ -59,7 +58,7 @@ if strategy.cluster_resolver.task_id == 0:
 
 @contextlib.contextmanager
 def open_dashboard(environment: dict[str, str]) -> Iterator[int]:
-    """A dashboard, and a page that is open; gives the id of the dashboard's process."""
+    """Context manager that runs a dashboard with an open page, and yields the ID of the dashboard's process."""
     command = [sys.executable, "-m", "phalanx", "dashboard", "--port", "0"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as dashboard:
         assert dashboard.stdout is not None
@@ -78,13 +77,13 @@ def open_dashboard(environment: dict[str, str]) -> Iterator[int]:
 
 @dataclass
 class Cost:
-    """What was measured.
+    """Results of the measurement.
 
     Attributes:
-        ratios: step time with an open dashboard over that without, for each pair of windows.
-        step_s: step time without.
-        dashboard, launcher, launcher_alone: processor seconds per second of the dashboard, and of the launcher with it
-            and without.
+        ratios: Ratio of the step times with and without an open dashboard, for each pair of windows.
+        step_s: Step time without a dashboard.
+        dashboard, launcher, launcher_alone: Processor seconds per second of the dashboard, and of the launcher with and
+            without it.
     """
 
     ratios: list[float]
@@ -95,7 +94,7 @@ class Cost:
 
 
 def measure(pairs: int, window_s: float) -> Cost:
-    """Run the job, with windows of both kinds."""
+    """Run the job with windows of both kinds."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times.npy"
         environment = {**os.environ, "KERAS_BACKEND": "jax", "PHALANX_JOBS": folder, "PHALANX_DASHBOARD_TOKEN": TOKEN}

@@ -1,10 +1,10 @@
-"""What encryption costs on a link: processor time for a message, plain and encrypted, at both ends of a connection.
+"""The cost of encryption on a link: processor time for a message, plain and encrypted, at both ends of a connection.
 
     python -m benchmarks.encryption            # a table
-    python -m benchmarks.encryption --write    # and benchmarks/results/DATE-encryption.md
+    python -m benchmarks.encryption --write    # also write benchmarks/results/DATE-encryption.md
 
-Over TCP on loopback, with a thread at each end. Processor time hardly depends on what else the machine does; it is what
-encryption takes from a core that also trains. Medians over the messages of a size.
+Uses TCP on loopback, with a thread at each end. Processor time hardly depends on other load of the machine; it is what
+encryption takes from a core that also trains. Values are medians over the messages of a size.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from phalanx.transport.encryption import KEY_BYTES, SessionKeys
 from phalanx.transport.link import Link
 
 SIZES = {4_096: 400, 65_536: 400, 1_080_000: 100, 16_000_000: 25}
-"""Bytes of a message, and how many are timed."""
+"""Number of timed messages by size in bytes."""
 WARM_UP = 3
 BOUND_S = 300.0
 RESULTS = Path(__file__).parent / "results"
 
 
 def ends(*, encrypted: bool) -> tuple[Link, Link]:
-    """Both ends of a connection."""
+    """Create both ends of a connection."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         near = socket.create_connection(server.getsockname())
         far, _ = server.accept()
@@ -44,7 +44,7 @@ def ends(*, encrypted: bool) -> tuple[Link, Link]:
 
 
 def cpu_ms(size: int, count: int, *, encrypted: bool) -> tuple[float, float]:
-    """Processor time in ms that a message of this size takes: of the sender, and of the receiver."""
+    """Measure the processor time in ms of a message of this size, for the sender and for the receiver."""
     sender, receiver = ends(encrypted=encrypted)
     deadline = time.monotonic() + BOUND_S
     content, sent = np.random.default_rng(0).integers(0, 256, size, np.uint8), []
@@ -69,7 +69,8 @@ def cpu_ms(size: int, count: int, *, encrypted: bool) -> tuple[float, float]:
 
 
 def table() -> str:
-    """Sizes down; plain and encrypted across, and what encryption adds for each MB at both ends together."""
+    """Render sizes as rows, plain and encrypted as columns, and the cost of encryption per MB for both ends in
+    total."""
     lines = [
         "| message | plain: sends | receives | encrypted: sends | receives | added, ms per MB |",
         "|---:|---:|---:|---:|---:|---:|",

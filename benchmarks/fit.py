@@ -1,9 +1,9 @@
-"""Keras `fit` on the backend that KERAS_BACKEND names, without Phalanx or as a task of a Phalanx job.
+"""Keras `fit` on the backend named by KERAS_BACKEND, without Phalanx or as a task of a Phalanx job.
 
-By itself it is one process of plain Keras. `--strategy` puts the model into the scope of that strategy; under
-`phalanx run --workers N` that makes N replicas, and with `--ps` N workers among parameter servers. `--apart` makes it N
-processes of plain Keras, each with its part of the batch, that exchange nothing: what this machine gives to N processes
-at once.
+By itself, it is one process of plain Keras. `--strategy` creates the model in the scope of that strategy: under
+`phalanx run --workers N` with N replicas, and with `--ps` with N workers and parameter servers. `--apart` runs N
+processes of plain Keras, each with its part of the batch, that exchange nothing: the speed of N simultaneous processes
+on this machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.timing import Stopwatch, arguments
 
 
 class Pause(keras.callbacks.Callback):  # type: ignore[misc]
-    """Makes this process slower: it sleeps at each of its steps."""
+    """Slows down this process by sleeping in each step."""
 
     def __init__(self, ms: float) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Pause(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def _strategy(args: argparse.Namespace) -> Any:
-    """The strategy of that name; in a process that is a parameter server, this serves and does not return."""
+    """Create the strategy with this name. In a parameter server process, this serves and does not return."""
     import phalanx
 
     options: dict[str, Any] = {"synchronous": True} if args.synchronous else {}
@@ -74,8 +74,8 @@ def main() -> None:
         if not args.local_batch:
             parts = workers
             batch //= parts
-    # Weights are not seeded: `keras.utils.set_random_seed` imports TensorFlow on every backend where it is installed,
-    # which takes seconds of the start, and no time here depends on the weights.
+    # Weights are not seeded: if TensorFlow is installed, `keras.utils.set_random_seed` imports it on every backend,
+    # which delays the start by seconds, and no time here depends on the weights.
     with scope:
         model = work.compiled_keras_model(keras)
 
@@ -84,7 +84,7 @@ def main() -> None:
         model.fit(x, y, batch_size=batch, verbose=0, callbacks=[*callbacks, *pauses], **options)
 
     stopwatch = Stopwatch(work, args.windows)
-    # Where each step is one worker's, all have something to do in the first call.
+    # If each step is taken by one worker, all workers have work in the first call.
     stopwatch.time_fit(keras, fit, first_steps=1 if work.together else 2 * workers)
     if number == 0:
         stopwatch.report(backend=keras.backend.backend(), keras=keras.__version__)

@@ -1,4 +1,5 @@
-"""A plain PyTorch model in a plain loop, with `phalanx.horovod.torch`: what `peers/torch_loop.py` does with DDP."""
+"""A plain PyTorch model in a plain loop, with `phalanx.horovod.torch`: the counterpart of `peers/torch_loop.py` with
+DDP."""
 
 from __future__ import annotations
 

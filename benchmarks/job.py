@@ -1,4 +1,4 @@
-"""Run one tool on one work, as one job, and print its figures: `python -m benchmarks.job ddp mlp64`."""
+"""Runs one tool on one work as one job, and prints its figures: `python -m benchmarks.job ddp mlp64`."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from phalanx.devices.gpu_count import HIDE_GPUS, ON_DEMAND_ALLOCATION
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_GPU = bool(os.environ.get("BENCH_ON_GPU"))
-"""Whether tools may use this host's GPUs; else all compute on its processors."""
+"""Whether tools may use this host's GPUs; otherwise, all compute on its processors."""
 PEERS_PYTHON = ROOT / ".venv-peers" / "bin" / "python"
 
 
 def interpreter() -> str:
-    """The Python that all tools run on: that of the peers' environment, where it has been made.
+    """Return the Python interpreter for all tools: that of the peers' environment, if it exists.
 
-    It has Phalanx and all three backends as well. The same packages for all tools also means that no start-up
-    is timed with packages that only a developer has: `import keras` imports scikit-learn and Matplotlib where
-    it finds them, which takes seconds.
+    This environment also has Phalanx and all three backends. With the same packages for all tools, no startup time
+    includes packages that only developers have: `import keras` imports scikit-learn and Matplotlib if it finds them,
+    which takes seconds.
     """
     return str(PEERS_PYTHON) if PEERS_PYTHON.exists() else sys.executable
 
 
-# The slowest job (a CNN on XLA, two trainings in turn) takes 150 s on two busy cores; twice that is a hang.
+# The slowest job (a CNN on XLA, two alternating runs) takes 150 s on two busy cores. Twice that is a hang.
 JOB_TIMEOUT_S = 300.0
-# Peers sometimes never end after their last barrier; their figures are in by then.
+# Peers sometimes never exit after their last barrier, but have reported their figures by then.
 EXIT_TIMEOUT_S = 10.0
 POLL_S = 0.02
 ENDING_CHARACTERS = 2000
 
 
 class JobError(Exception):
-    """The job gave no figures. The message has the end of its output."""
+    """The job gave no figures. The message contains the end of its output."""
 
 
 def run(tool: Tool, work: str, windows: int) -> dict[str, Any]:
-    """Start the tool's processes, wait for the figures, end all of it.
+    """Start the tool's processes, wait for the figures, and end all processes.
 
-    Returns: what rank 0 reported: `ms_per_step` of each window, `first_step_s`, and facts. Of a collective,
+    Returns: The report of rank 0: `ms_per_step` of each window, `first_step_s`, and facts. For a collective,
         `ms_per_call` by system and case.
     Raises: JobError if a process failed, hung or reported nothing.
     """
@@ -64,7 +64,7 @@ def run(tool: Tool, work: str, windows: int) -> dict[str, Any]:
         stack.callback(_end, processes)
         command, environment = _command(tool, work, windows, result), _environment(tool, result)
         for rank, cores in enumerate(_core_shares(tool)):
-            # A child inherits the affinity of the thread that starts it, from its first instruction on.
+            # A child inherits the affinity of the thread that starts it.
             os.sched_setaffinity(0, cores)
             processes.append(
                 subprocess.Popen(
@@ -87,12 +87,12 @@ def run(tool: Tool, work: str, windows: int) -> dict[str, Any]:
 
 
 def available_cores() -> list[int]:
-    """The cores that the comparison uses."""
+    """Return the cores that the comparison uses."""
     return sorted(os.sched_getaffinity(0))[: None if ON_GPU else CORES]
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that were free a moment ago: peers can only be given numbers."""
+    """Return loopback ports that were free a moment ago, because peers accept only port numbers."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -101,7 +101,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _core_shares(tool: Tool) -> list[list[int]]:
-    """The cores of each process that is started here; it cuts them into shares if it starts the ranks."""
+    """Return the cores of each process started here. A process that starts the ranks divides them."""
     cores = available_cores()
     if tool.share is Share.ONE:
         return [cores[:1]]
@@ -112,19 +112,19 @@ def _core_shares(tool: Tool) -> list[list[int]]:
 
 
 def _threads(tool: Tool, cores: Sequence[int]) -> dict[str, str]:
-    """Threads for each process, except where Phalanx has to see to that itself."""
+    """Return the thread settings of each process, except where Phalanx must set them itself."""
     if tool.kind is Kind.PHALANX:
         return {}
     return dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(len(cores)))
 
 
 def _environment(tool: Tool, result: Path) -> dict[str, str]:
-    """This process's environment without what would change a job, and with what the job needs."""
+    """Return this process's environment without variables that would change a job, and with those that it needs."""
     environment = {
         name: value
         for name, value in os.environ.items()
-        # Without bytecode, which an installed package has, the start of this checkout would be timed with
-        # its compilation.
+        # Installed packages have bytecode. Without it, the startup time of this checkout would include its
+        # compilation.
         if name not in ("PYTHONDONTWRITEBYTECODE", "KERAS_BACKEND", "TF_CONFIG")
         and not name.startswith(("PHALANX_", "BENCH_"))
     }
@@ -153,7 +153,7 @@ def _command(tool: Tool, work: str, windows: int, result: Path) -> list[str]:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], result: Path) -> None:
-    """Return when all have ended, one has failed, or the time that they have is over."""
+    """Return when all processes have exited, one has failed, or the time is up."""
     deadline, reported = time.monotonic() + JOB_TIMEOUT_S, False
     while time.monotonic() < deadline:
         codes = [process.poll() for process in processes]
@@ -174,7 +174,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def exit_on_termination() -> None:
-    """Let SIGTERM unwind this process, so that it ends what it has started."""
+    """Make SIGTERM unwind this process, so that it ends the processes that it has started."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 

@@ -1,4 +1,4 @@
-"""What the figures depend on besides the code: the machine and the versions."""
+"""Describes what the figures depend on in addition to the code: the machine and the versions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ for name in sys.argv[1:]:
 
 
 def describe(cores: list[int]) -> dict[str, Any]:
-    """The processor, memory and system of this machine, and the cores that the comparison may use."""
+    """Return the processor, memory and system of this machine, and the cores that the comparison may use."""
     return {
         "processor": processor(),
         "cores_used": len(cores),
@@ -46,7 +46,7 @@ def describe(cores: list[int]) -> dict[str, Any]:
 
 
 def versions(interpreter: str) -> dict[str, str]:
-    """The versions of what is installed beside that interpreter, and its own."""
+    """Return the versions of an interpreter and of its packages."""
     script = [interpreter, "-c", _PRINT_VERSIONS, *PACKAGES]
     lines = subprocess.run(script, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
     return {"python": platform.python_version()} | dict(line.split(" ", 1) for line in lines)
@@ -65,7 +65,7 @@ print(2e-9 * n**3 / best)
 
 
 def _matmul_gflops(core: int) -> float:
-    """Float32 GFlop/s of NumPy's matrix product on one core: what no training on it can exceed by much."""
+    """Measure float32 GFlop/s of NumPy's matrix product on one core. No training on it can exceed this by much."""
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     pinned = f"import os; os.sched_setaffinity(0, [{core}])\n" + _TIME_MATMUL
     done = subprocess.run(

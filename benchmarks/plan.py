@@ -1,11 +1,11 @@
-"""How exact `phalanx plan` is: `python -m benchmarks.plan`, as root, with the `ip` and `tc` commands.
+"""The accuracy of `phalanx plan`: `python -m benchmarks.plan`, as root, with the `ip` and `tc` commands.
 
-Predicts a step of 2 to 4 workers, then takes it. Links are throttled in two ways: by the kernel, with each worker in a
-network namespace (`tc tbf`), and by each worker (PHALANX_SIMULATED_MBITS). The prediction takes the program's step from
-a replica on one core, the software's costs from this machine, and of the network nothing but its rate and latency.
+Predicts a step of 2 to 4 workers, then runs it. Links are throttled in two ways: by the kernel, with each worker in a
+network namespace (`tc tbf`), and by each worker (PHALANX_SIMULATED_MBITS). The prediction is based on the program's
+step on a replica with one core, the software's costs on this machine, and only the rate and latency of the network.
 
-Workers beyond the number of cores share cores while they compute. So their cases are bound by the link. On a machine
-that does other work, run it with `chrt -r 1` in front, which lets its processes go first.
+With more workers than cores, workers share cores while they compute. These cases are therefore bound by the link. On a
+machine with other load, prefix the command with `chrt -r 1`, which gives its processes priority.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = str(ROOT / "benchmarks" / "plan_program.py")
 EPOCHS = 6
 REPEATS = 2
-"""Of what is predicted from, the fastest, as of what is measured: other programs only make both slower."""
+"""The fastest repetition counts, for the prediction and the measurement: other programs only slow down both."""
 BOUND_S = 300.0
 LATENCY_S = 0.00005
-"""Between two namespaces of one kernel, measured with ping: 0.05 ms there and back, and the scheduler's share."""
+"""Between two namespaces of one kernel, measured with ping: 0.05 ms round trip, and the scheduler's share."""
 FRAME_EFFICIENCY = 1448 / 1514
-"""Payload of what `tc tbf` counts: preambles and gaps do not exist in a kernel."""
+"""Payload as a fraction of what `tc tbf` counts. A kernel has no preambles and gaps."""
 QUEUE_MS = 1000
 """Deep enough that the kernel drops nothing."""
 KERNEL, WORKER = "kernel", "worker"
@@ -52,14 +52,14 @@ BAR = 0.10
 
 @dataclass(frozen=True)
 class Case:
-    """A job.
+    """A job to predict and measure.
 
     Attributes:
-        workers: each on a host of its own.
-        mbits: that each host may receive, or each worker send, in a second.
-        width: of the MLP's layers.
-        batch: the global batch.
-        throttle: who limits the link, `KERNEL` or `WORKER`.
+        workers: Number of workers, each on its own host.
+        mbits: Maximum megabits per second that each host receives, or that each worker sends.
+        width: Width of the MLP's layers.
+        batch: Global batch.
+        throttle: What limits the link, `KERNEL` or `WORKER`.
     """
 
     workers: int
@@ -83,7 +83,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was predicted, and what was measured: seconds of a step, of the fastest epoch."""
+    """Predicted and measured seconds per step, in the fastest epoch."""
 
     case: Case
     predicted: StepPrediction
@@ -99,7 +99,7 @@ def settings() -> dict[str, str]:
 
 
 def predict(case: Case, software: SoftwareCosts) -> StepPrediction:
-    """A step, as `phalanx plan` predicts it."""
+    """Predict a step as `phalanx plan` does."""
     efficiency = FRAME_EFFICIENCY if case.throttle == KERNEL else 1.0
     link = NetworkLink(case.mbits * 1e6 / 8 * efficiency, LATENCY_S)
     measurements = []
@@ -111,13 +111,13 @@ def predict(case: Case, software: SoftwareCosts) -> StepPrediction:
             )
     measurements = [min(measurements, key=lambda each: each.computed_s)]
     step = ScalingModel(measurements, CollectiveCosts(link, software)).predict(Machines(case.workers))
-    if case.throttle == WORKER:  # which lets pass at once what it could have sent while the worker computed
+    if case.throttle == WORKER:  # which sends at once what it could have sent while the worker computed
         step = replace(step, merged_s=step.merged_s - min(BURST_S, step.computed_s))
     return step
 
 
 def measure(case: Case) -> float:
-    """Seconds of a step of the real job."""
+    """Measure the seconds per step of the real job."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         run = [sys.executable, "-m", "phalanx", "run", "--log-dir", str(folder / "logs")]

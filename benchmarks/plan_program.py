@@ -1,4 +1,4 @@
-"""The program that `benchmarks.plan` predicts and runs: an MLP, with a core for each replica.
+"""The program that `benchmarks.plan` predicts and runs: an MLP with one core per replica.
 
     plan_program.py WIDTH BATCH EPOCHS [FOLDER]
 
@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-# Before JAX is imported, which counts cores: hosts that are namespaces of one machine would use the same ones.
+# Before importing JAX, which counts cores: hosts that are namespaces of one machine would use the same cores.
 RANK = int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
 CORES = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, {CORES[RANK % len(CORES)]})
@@ -30,7 +30,7 @@ FEATURES, CLASSES = 784, 10
 
 
 class EpochTimes(keras.callbacks.Callback):
-    """Seconds of each epoch, without the first, which compiles."""
+    """Records the seconds of each epoch except the first, which compiles."""
 
     def __init__(self) -> None:
         super().__init__()

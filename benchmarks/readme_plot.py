@@ -25,7 +25,7 @@ SHOWN = {
     "keras-dataparallel": "keras.distribution, JAX",
 }
 TEXT = "#010203"
-"""Stands for the color of text, which depends on the page."""
+"""Placeholder for the text color, which depends on the page."""
 TEXT_PARAMETERS = ("text.color", "axes.labelcolor", "axes.edgecolor", "axes.titlecolor", "xtick.color", "ytick.color")
 PATH = Path("docs/images/speed.svg")
 
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def medians(measurements: list[dict[str, object]]) -> dict[tuple[str, str], list[float]]:
-    """By tool and work: each round's median, in milliseconds per step."""
+    """Return the median of each round in milliseconds per step, by tool and work."""
     found: dict[tuple[str, str], list[float]] = defaultdict(list)
     for one in measurements:
         if one.get("ms_per_step"):
@@ -47,7 +47,7 @@ def medians(measurements: list[dict[str, object]]) -> dict[tuple[str, str], list
 
 
 def draw(measurements: list[dict[str, object]], path: Path, date: str) -> None:
-    """Draw one panel of bars for each work, the fastest tool first."""
+    """Draw one panel of bars per work, fastest tool first."""
     import matplotlib
 
     matplotlib.use("Agg")

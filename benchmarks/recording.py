@@ -1,7 +1,7 @@
-"""What a timeline costs, and what the autotuner gains: `python -m benchmarks.recording --work mlp64`.
+"""The cost of a timeline and the gain of the autotuner: `python -m benchmarks.recording --work mlp64`.
 
-`fit` on two local workers, off, with `--timeline-filename`, and with `--autotune`, in turn, so that what else the
-machine does falls on all of them. The tuner has chosen within the windows that do not count.
+Runs `fit` on two local workers without either, with `--timeline-filename`, and with `--autotune` in turn, so that other
+load of the machine affects all of them. The tuner makes its choice within the windows that do not count.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODES = ("off", "timeline", "autotune")
 
 
 def run(mode: str, work: str, backend: str, windows: int) -> dict[str, Any]:
-    """Figures of one job: what `benchmarks.fit` reports, and the bytes of its timeline."""
+    """Run one job, and return the figures of `benchmarks.fit` and the bytes of its timeline."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         trace, result = Path(folder) / "t.json", Path(folder) / "result.json"
         options: Sequence[str] = {

@@ -1,12 +1,12 @@
-"""How long a killed worker costs the others: `make bench-recovery`, or `python -m benchmarks.recovery`.
+"""The time that a killed worker costs the others: `make bench-recovery`, or `python -m benchmarks.recovery`.
 
-Three workers train on digits; one is killed (-9) at a random moment. Measured is the time from the kill to the next
-optimizer step on the others. Beside it, with `--torchrun`, the same for PyTorch's DDP under `torchrun --max-restarts`,
-which starts all workers again; and the steps that it then repeats, as its program keeps no checkpoint.
+Three workers train on digits; one is killed (-9) at a random moment. Measures the time from the kill to the next
+optimizer step on the others. With `--torchrun`, also measures this for PyTorch's DDP under `torchrun --max-restarts`,
+which restarts all workers, and the steps that it then repeats, because its program keeps no checkpoint.
 
-And how soon one that is started in its place takes part: from its start to its first step, beside a process that does
-the same training by itself on the same core, while the same others train. What these wait for it meanwhile is the
-longest time between two of their steps.
+Also measures how soon a replacement takes part: from its start to its first step, compared with a process that trains
+alone on the same core while the others train. The time that the others wait for it is the longest time between two of
+their steps.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ PROGRAM = HERE / "recovery_program.py"
 PEER = HERE / "peers" / "ddp_elastic.py"
 WORKERS = 3
 SETTLED_S = 1.5
-"""After the first step, and after each kill, before the next: compilation in the background has ended by then."""
+"""Wait after the first step and after each kill. Background compilation has ended by then."""
 BOUND_S = 120.0
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill.
+    """Result of one kill.
 
     Attributes:
-        tool: `phalanx`, with its backend, or `torchrun`.
-        left: how many workers were left.
-        seconds: until the next step.
+        tool: `phalanx` with its backend, or `torchrun`.
+        left: Number of remaining workers.
+        seconds: Seconds until the next step.
     """
 
     tool: str
@@ -61,9 +61,9 @@ class Replacement:
     """A process that replaced a killed one.
 
     Attributes:
-        seconds: from its start to its first step.
-        alone_s: the same of a process that trains by itself, beside the same others.
-        pause_s: the longest time between two steps of the others, from its start to its tenth step.
+        seconds: Seconds from its start to its first step.
+        alone_s: The same for a process that trains alone while the others train.
+        pause_s: Longest time between two steps of the others, from its start to its tenth step.
     """
 
     tool: str
@@ -73,18 +73,18 @@ class Replacement:
 
 
 def steps(folder: Path) -> dict[str, list[float]]:
-    """The times of all steps so far, by process (`pid.log`)."""
+    """Return the times of all steps so far, by process (`pid.log`)."""
     return {log.stem: [float(line) for line in log.read_text().split()] for log in folder.glob("*.log")}
 
 
 def kill_and_wait(folder: Path, victim: str) -> float:
-    """Seconds from the kill of a process to the next step of another one."""
+    """Kill a process, and return the seconds until the next step of another process."""
     before = time.time()
     os.kill(int(victim), signal.SIGKILL)
     until = before + BOUND_S
     while time.time() < until:
         later = [t for pid, times in steps(folder).items() if pid != victim for t in times if t > before]
-        # A step that was in its last microseconds when the kill came is none that was made without the victim.
+        # A step that was almost complete at the time of the kill was not taken without the victim.
         later = [t for t in later if t > before + 0.002]
         if later:
             return min(later) - before
@@ -102,7 +102,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def training(command: Sequence[str], environment: dict[str, str]) -> Iterator[Path]:
-    """A job of three workers, once all of them make steps; the folder where they note them."""
+    """Context manager with a job of three workers that are taking steps; yields the folder of their step times."""
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         process = subprocess.Popen(
@@ -121,7 +121,7 @@ def training(command: Sequence[str], environment: dict[str, str]) -> Iterator[Pa
 
 
 def one_job(command: Sequence[str], tool: str, environment: dict[str, str], kills: int) -> list[Kill]:
-    """A job of three workers, of which `kills` are killed one after the other."""
+    """Run a job of three workers, and kill `kills` of them one after another."""
     found = []
     with training(command, environment) as folder:
         left = WORKERS
@@ -136,10 +136,10 @@ def one_job(command: Sequence[str], tool: str, environment: dict[str, str], kill
 
 
 def replacement(tool: str, environment: dict[str, str]) -> Replacement:
-    """How soon a replacement takes part."""
+    """Measure how soon a replacement takes part."""
     with training(phalanx("--restarts", "0"), environment) as folder:
         time.sleep(SETTLED_S)
-        victim = psutil.Process(max(map(int, steps(folder))))  # in both jobs that of the same cores
+        victim = psutil.Process(max(map(int, steps(folder))))  # the one on the same cores in both jobs
         cores = victim.cpu_affinity()
         victim.kill()
         time.sleep(SETTLED_S)
@@ -182,7 +182,7 @@ def replacement(tool: str, environment: dict[str, str]) -> Replacement:
 
 
 def phalanx(*options: str) -> list[str]:
-    """The command of a job of ours."""
+    """Return the command of a Phalanx job."""
     return [sys.executable, "-m", "phalanx", "run", "--workers", f"1:{WORKERS}", *options, str(PROGRAM)]
 
 
@@ -220,7 +220,7 @@ def main() -> None:
         while sum(kill.tool == "torchrun" for kill in kills) < max(5, options.kills // 4):
             try:
                 kills += one_job(command, "torchrun", {"OMP_NUM_THREADS": "1"}, 1)
-            except TimeoutError as error:  # with some versions gloo dials the addresses of those that are gone
+            except TimeoutError as error:  # some versions of gloo dial the addresses of lost workers
                 failures.append(f"torchrun --max-restarts: {error}")
                 break
         print("torchrun", line([kill for kill in kills if kill.tool == "torchrun"]), flush=True)
@@ -228,7 +228,7 @@ def main() -> None:
 
 
 def table(replacements: Sequence[Replacement]) -> list[str]:
-    """Medians, with the least and the greatest."""
+    """Render medians with minimum and maximum."""
     if not replacements:
         return []
 

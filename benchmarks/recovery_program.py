@@ -1,4 +1,4 @@
-"""Trains on digits until it is ended, and writes down the time of each step: `recovery_program.py FOLDER`."""
+"""Trains on digits until it is stopped, and logs the time of each step: `recovery_program.py FOLDER`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import phalanx
 
 
 class Times(keras.callbacks.Callback):
-    """One line for each step."""
+    """Writes one line per step."""
 
     def __init__(self, folder: str):
         super().__init__()

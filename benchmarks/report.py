@@ -1,4 +1,4 @@
-"""A comparison as a person reads it: on the terminal, as Markdown and as a plot."""
+"""Renders a comparison for the terminal, as Markdown and as a plot."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.work import WORKS
 
 Row = tuple[str, ...]
 
-# The start depends on the packages and the tasks, hardly on the model: one of them is shown for each.
+# The startup time depends on packages and tasks and hardly on the model, so one model is shown for each.
 START_WORKS = ("mlp64", "servers64")
-# Blue, orange and grey differ in lightness as well, for prints and color-blind readers.
+# Blue, orange and gray also differ in lightness, for prints and color-blind readers.
 COLORS = {Kind.PHALANX: "#1f6feb", Kind.PEER: "#c2611f", Kind.SINGLE: "#8b949e"}
-TITLE_WIDTH = 70  # letters of a plot's title in a line
+TITLE_WIDTH = 70  # characters per line in the title of a plot
 KINDS = {Kind.PHALANX: "Phalanx", Kind.PEER: "peers", Kind.SINGLE: "one process, not distributed"}
 
 
@@ -37,7 +37,7 @@ def print_report(comparison: Comparison, console: Console) -> None:
 
 
 def markdown(comparison: Comparison, plot: str | None = None) -> str:
-    """The comparison as one Markdown page; `plot` is the file name of the picture beside it."""
+    """Render the comparison as a Markdown page; `plot` is the file name of the plot next to it."""
     machine = comparison.machine
     lines = [
         f"# Benchmarks of {comparison.date}",
@@ -65,7 +65,7 @@ def markdown(comparison: Comparison, plot: str | None = None) -> str:
 
 
 def write_plot(comparison: Comparison, path: Path) -> None:
-    """Draw one panel of bars for each work that was measured. Needs Matplotlib."""
+    """Draw one panel of bars per measured work. Needs Matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -183,7 +183,7 @@ def _verdict_row(verdict: Verdict) -> Row:
 
 
 def _all_reduce_rows(comparison: Comparison) -> tuple[Row, list[Row]]:
-    """Systems across, cases down, in ms of a call."""
+    """Return cases as rows and systems as columns, in ms per call."""
     systems = [each for each in ALL_REDUCE_SYSTEMS if any(m.tool == each for m in comparison.measurements)]
     cases = list(dict.fromkeys(m.work for m in comparison.measurements if m.tool in systems))
     rows = []

@@ -1,8 +1,8 @@
-"""Time Phalanx and its peers side by side: `make bench`, or `python -m benchmarks.run`.
+"""Times Phalanx and its peers side by side: `make bench`, or `python -m benchmarks.run`.
 
-All tools take turns, round after round (A B C, A B C, ...), each time as a new job, so that a machine that is
-slow for a while is slow for all of them. Without the peers' environment (`make bench-peers`) only Phalanx and
-single processes are timed.
+All tools take turns, round after round (A B C, A B C, ...), each time as a new job, so that a temporarily slow machine
+is slow for all of them. Without the peers' environment (`make bench-peers`), only Phalanx and single processes are
+timed.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ RESULTS = Path(__file__).resolve().parent / "results"
 ROUNDS, WINDOWS = 5, 5
 QUICK_ROUNDS, QUICK_WINDOWS = 1, 3
 
-# The width of what is printed into a file or a pipe, where there is no terminal to ask.
+# Width of the output to a file or pipe, which has no terminal width.
 FILE_COLUMNS = 120
 
-# A tool that failed this often on a work is not tried again in later rounds.
+# A tool that has failed this often on a work is not tried in later rounds.
 MAX_FAILURES = 2
-# Above the job's own limit: a prefix may have to wait for its turn.
+# Longer than the job's own limit, because a prefix command may have to wait for its turn.
 PREFIXED_TIMEOUT_S = 30 * 60.0
 
 
 def select(only: Sequence[str]) -> list[tuple[Tool, str]]:
-    """The (tool, work) pairs that the words of `--only` choose, in the order of the tables.
+    """Return the (tool, work) pairs selected by the words of `--only`, in the order of the tables.
 
-    A word that is part of works' names narrows the works, one that is part of tools' names the tools:
-    `["mlp", "jax"]` is everything on JAX on the two MLPs. No words choose everything but the works of parameter
-    servers, which `make bench-servers` names.
+    A word that is part of the names of works selects works; a word that is part of the names of tools selects tools.
+    `["mlp", "jax"]` selects everything on JAX with the two MLPs. No words select everything except the works of
+    parameter servers, which `make bench-servers` names.
 
-    Raises: ValueError for a word that is part of no name.
+    Raises: ValueError for a word that is not part of any name.
     """
     works, tools = [], []
     for word in only:
@@ -78,7 +78,7 @@ def measure(
     prefix: Sequence[str],
     console: Console,
 ) -> Iterator[Measurement]:
-    """Time every pair once in each round. What gives no figures goes into `comparison.failures`."""
+    """Time every pair once per round. Jobs without figures are recorded in `comparison.failures`."""
     failed: Counter[tuple[str, str]] = Counter()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -96,7 +96,7 @@ def measure(
 
 
 def _measure_once(tool: Tool, work: str, round_: int, windows: int, prefix: Sequence[str]) -> Iterator[Measurement]:
-    """Run one job in a process of its own, which the prefix's command can start."""
+    """Run one job in a separate process, which the prefix command can start."""
     command = [*prefix, sys.executable, "-m", "benchmarks.job", tool.name, work, "--windows", str(windows)]
     with subprocess.Popen(
         command,
@@ -109,7 +109,7 @@ def _measure_once(tool: Tool, work: str, round_: int, windows: int, prefix: Sequ
         try:
             output, errors = process.communicate(timeout=PREFIXED_TIMEOUT_S)
         except BaseException:
-            os.killpg(process.pid, signal.SIGTERM)  # the prefix's command and the job, which ends its ranks
+            os.killpg(process.pid, signal.SIGTERM)  # the prefix command and the job, which ends its ranks
             raise
     if process.returncode:
         raise job.JobError(errors.strip())
@@ -125,7 +125,7 @@ def _measure_once(tool: Tool, work: str, round_: int, windows: int, prefix: Sequ
 
 
 def save(comparison: Comparison, name: str, console: Console) -> None:
-    """Write results/`name`.json, .md and, where Matplotlib is installed, .png."""
+    """Write results/`name`.json, .md and, if Matplotlib is installed, .png."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(comparison.as_dict(), indent=1) + "\n")
@@ -181,7 +181,7 @@ def main() -> None:
             comparison.failures.append(f"{title}: not installed; `make bench-peers` installs the peers.")
     prefix = shlex.split(args.prefix)
     complete = not only and not args.quick
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout`, say: what was measured is kept as well
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # from `timeout`, for example: results so far are kept
     try:
         for measurement in measure(pairs, comparison, rounds=rounds, windows=windows, prefix=prefix, console=console):
             comparison.measurements.append(measurement)

@@ -1,13 +1,14 @@
-"""A parameter server by itself: what a push of gradients and the pull of new values cost, without any training.
+"""A parameter server by itself: the cost of pushing gradients and pulling new values, without training.
 
     python -m benchmarks.server_calls
 
-The arrays are those of the MLP of `benchmarks.work`: six, of 1.08 MB together. A client sends a gradient for each
-variable and gets the new values in the answer. The server is the one that trains, in a process with a core of its own;
-the clients share the other core. Beside it, in the same run, gloo's all-reduce of as many bytes between two processes.
+The arrays are those of the MLP in `benchmarks.work`: six with a total of 1.08 MB. A client sends a gradient for each
+variable and receives the new values in the answer. The server is the one used in training, in a process with its own
+core; the clients share the other core. The same run also times gloo's all-reduce of as many bytes between two
+processes.
 
-`bare` is a server whose optimizer does nothing: it takes the gradients for the new values. So it is the way there and
-back, with everything that the server does but the arithmetic. `Adam` is Keras's, on JAX.
+`bare` is a server whose optimizer does nothing: the gradients become the new values. It measures the round trip and all
+work of the server except the arithmetic. `Adam` is that of Keras, on JAX.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ CLIENTS = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Calls:
-    """What one run of clients found.
+    """Results of one run of clients.
 
     Attributes:
-        ms: of a call, median over one client's calls; with several clients that includes waiting for the others.
-        updates_per_s: of all clients together.
-        server_ms: processor time of the server for one update: the longest that it can keep up with.
+        ms: Duration of a call, median over one client's calls. With several clients, includes waiting for the others.
+        updates_per_s: Updates per second of all clients.
+        server_ms: Processor time of the server per update, which bounds its rate.
     """
 
     optimizer: str
@@ -55,11 +56,11 @@ class Calls:
 
 
 def measure(optimizer: str, clients: int, calls: int = CALLS) -> Calls:
-    """One server and its clients, in processes of their own."""
+    """Measure one server and its clients, in separate processes."""
     context = multiprocessing.get_context("fork")
     cores = sorted(os.sched_getaffinity(0))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        # Clients have a place in the cluster, and listen nowhere.
+        # Clients are part of the cluster, but do not listen.
         port = listener.getsockname()[1]
         spec = {"ps": [f"127.0.0.1:{port}"], "worker": [f"127.0.0.1:{index + 1}" for index in range(clients)]}
         server = context.Process(target=_serve, args=(spec, listener, optimizer, cores[0]), daemon=True)
@@ -104,7 +105,7 @@ def measure(optimizer: str, clients: int, calls: int = CALLS) -> Calls:
 
 
 def gloo_ms(calls: int = CALLS) -> float:
-    """An all-reduce of as many bytes between two processes with a core each."""
+    """Measure an all-reduce of as many bytes between two processes with one core each."""
     from benchmarks.all_reduce import run_pair
 
     with tempfile.TemporaryDirectory() as folder:
@@ -139,7 +140,7 @@ class _Bare:
         return tuple((number,) for number in range(len(self._values)))
 
     def apply(self, gradients: Sequence[Any]) -> None:
-        self._values = list(gradients)  # in the worker's own memory, which it does not touch before it has the answer
+        self._values = list(gradients)  # in the worker's memory, which it does not touch until it has the answer
 
     def values(self) -> list[Any]:
         return self._values
@@ -257,7 +258,7 @@ def _push(
 
 
 def _optimizer(name: str) -> tuple[str, tuple[tuple[int, str], ...], list[Any]]:
-    """Its description, and the names and values of its variables, as `fit` would declare them."""
+    """Return the description of an optimizer, and the names and values of its variables, as `fit` declares them."""
     if name == BARE:
         return "", (), []
     import keras
@@ -272,7 +273,7 @@ def _optimizer(name: str) -> tuple[str, tuple[tuple[int, str], ...], list[Any]]:
 
 
 def _processor_s(pid: int) -> float:
-    """Processor time of a process so far."""
+    """Return the processor time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,7 +1,7 @@
-"""Where parameter servers reach their limit: `make bench-servers`, or `python -m benchmarks.servers`.
+"""The limits of parameter servers: `make bench-servers`, or `python -m benchmarks.servers`.
 
-Two questions, each answered by a table. How many updates a second does a server take, from clients that compute
-nothing? And how do the updates of a training grow with servers and workers, until all cores compute?
+Two questions, each answered by a table. How many updates per second does a server handle from clients that compute
+nothing? How do the updates of a training run scale with servers and workers, until all cores compute?
 Works of `benchmarks.run` compare training with parameter servers with other tools.
 """
 
@@ -27,14 +27,14 @@ SERVERS, WORKERS = (1, 2, 4), (1, 2, 4, 8)
 ROUNDS, WINDOWS = 3, 3
 BACKEND = "jax"
 
-# Of gloo's time, and updates of the MLP's size up to which the server must not be what limits.
+# Fraction of gloo's time, and rate of MLP-sized updates up to which the server must not be the limit.
 CALL_FACTOR = 0.5
 LEAST_UPDATES_PER_S = 1000.0
 
 
 @dataclass(frozen=True)
 class Growth:
-    """One job of so many servers and workers."""
+    """Result of one job with a number of servers and workers."""
 
     servers: int
     workers: int
@@ -43,12 +43,12 @@ class Growth:
 
 @dataclass
 class Limits:
-    """All that was found out, as it is kept in results/*-servers.json.
+    """All results, as stored in results/*-servers.json.
 
     Attributes:
-        gloo_ms: an all-reduce, in each round.
-        calls: of clients that compute nothing, over all rounds.
-        growth: of trainings, over all rounds.
+        gloo_ms: Duration of an all-reduce in each round.
+        calls: Results of clients that compute nothing, over all rounds.
+        growth: Results of training jobs, over all rounds.
     """
 
     date: str
@@ -77,10 +77,10 @@ class Limits:
         return statistics.median(found) if found else None
 
     def verdicts(self) -> Iterator[tuple[str, str, bool]]:
-        """Each bar for which there is a measurement: what it says, what was measured, whether it is met."""
+        """Yield each bar that has a measurement: its text, the measured value, and whether it is met."""
         alone = self.of_calls(BARE, 1)
         if alone and self.gloo_ms:
-            # Calls and all-reduce were measured round by round.
+            # Calls and all-reduce were measured in the same rounds.
             ratio = statistics.median(each.ms / gloo for each, gloo in zip(alone, self.gloo_ms, strict=False))
             yield (
                 f"a bare push and pull takes at most {CALL_FACTOR:g} of the time of gloo's all-reduce",
@@ -98,7 +98,7 @@ class Limits:
 
 
 def markdown(limits: Limits, plot: str | None = None) -> str:
-    """The findings as one page; `plot` is the file name of the picture beside it."""
+    """Render the results as a page; `plot` is the file name of the plot next to it."""
     machine = limits.machine
     lines = [
         f"# Parameter servers, {limits.date}",
@@ -160,7 +160,7 @@ def markdown(limits: Limits, plot: str | None = None) -> str:
 
 
 def write_plot(limits: Limits, path: Path) -> None:
-    """Updates/s over workers, a line for each number of servers. Needs Matplotlib."""
+    """Plot updates/s over workers, with one line per number of servers. Needs Matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -190,7 +190,7 @@ def write_plot(limits: Limits, path: Path) -> None:
 def run(
     limits: Limits, *, rounds: int, windows: int, calls: int, clients: Sequence[int], sizes: Sequence[tuple[int, int]]
 ) -> None:
-    """Measure everything once in each round, in turn."""
+    """Measure everything once per round, in turn."""
     for round_ in range(rounds):
         for optimizer in (BARE, ADAM):
             for count in clients:
@@ -212,7 +212,7 @@ def run(
 
 
 def save(limits: Limits, name: str, folder: Path = RESULTS) -> None:
-    """Write `name`.json, .md and, where Matplotlib is installed and there is something to draw, .png."""
+    """Write `name`.json, .md and, if Matplotlib is installed and there is something to draw, .png."""
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(asdict(limits), indent=1) + "\n")
     plot = f"{name}.png" if limits.growth else None

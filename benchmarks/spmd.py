@@ -1,11 +1,11 @@
-"""What Phalanx costs over plain `keras.distribution` on the same mesh: `fit` of both, in alternation.
+"""The cost of Phalanx compared with plain `keras.distribution` on the same mesh: alternates `fit` of both.
 
     python -m benchmarks.spmd --devices 2 --pairs 10
 
-Both models live in one process, on the same CPU devices (or, with `--devices 0`, on the accelerators that are there),
-and train the same epochs in turn. A pair is an epoch of each, and its ratio is formed at once, so that a machine that
-is slow for a while is slow for both. CPU time, of all threads, says what was computed where other programs share the
-cores. Batches divide by the devices: plain Keras fails on others.
+Both models are in one process, on the same CPU devices (or, with `--devices 0`, on the available accelerators), and
+train the same epochs in turn. A pair is one epoch of each, and its ratio is computed per pair, so that a temporarily
+slow machine is slow for both. CPU time of all threads shows the computation if other programs share the cores. Batches
+are divisible by the number of devices, because plain Keras fails otherwise.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> None:
     y = rows.integers(0, 10, len(x)).astype("int32")
 
     def epoch(which: int) -> np.ndarray:
-        """Milliseconds of a step, and of CPU time."""
+        """Train an epoch, and return the milliseconds and the CPU milliseconds per step."""
         clocks = (time.perf_counter, time.process_time)
         with plain.scope() if which == 0 else ours.scope():
             start = np.array([clock() for clock in clocks])

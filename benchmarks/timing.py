@@ -1,8 +1,7 @@
-"""What a timed script does beside its training: note the times and hand them to `benchmarks.job`.
+"""Records the times of a timed script and passes them to `benchmarks.job`.
 
-Windows are timed by the monotonic clock. The time since the start of the job needs a clock that two processes
-of one host share, so it is wall clock: `benchmarks.job` writes the moment at which it starts the job into
-BENCH_STARTED.
+Windows are timed with the monotonic clock. The time since the start of the job needs a clock that two processes of one
+host share, so it is wall-clock time: `benchmarks.job` sets BENCH_STARTED to the time at which it starts the job.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from typing import Any
 
 from benchmarks.work import WORKS, Work
 
-# Windows run before those that count: compilation, first touches of memory, thread pools.
+# Windows before those that count: compilation, first memory accesses, thread pools.
 WARM_UP_WINDOWS = 2
 
 
 @dataclass
 class Stopwatch:
-    """Times of one process: the end of its first training step, then window after window."""
+    """Times of one process: the end of its first training step, then each window."""
 
     work: Work
     windows: int
@@ -33,26 +32,26 @@ class Stopwatch:
 
     @property
     def epochs(self) -> int:
-        """Windows to run in all, warm-up included."""
+        """Total number of windows to run, including warm-up."""
         return WARM_UP_WINDOWS + self.windows
 
     def first_step(self) -> None:
-        """The first training step is finished; what comes after the first call does not count."""
+        """Record the end of the first training step. Later calls do not count."""
         if self.first_step_s is None and "BENCH_STARTED" in os.environ:
             self.first_step_s = time.time() - float(os.environ["BENCH_STARTED"])
 
     def lap(self) -> None:
-        """A window ends here and the next begins; the first call only begins."""
+        """End a window and begin the next. The first call only begins one."""
         self._laps.append(time.perf_counter())
 
     @property
     def ms_per_step(self) -> list[float]:
-        """One figure for each timed window."""
+        """Milliseconds per step, for each timed window."""
         seconds = [after - before for before, after in zip(self._laps, self._laps[1:], strict=False)]
         return [1e3 * window / self.work.steps for window in seconds[WARM_UP_WINDOWS:]]
 
     def report(self, **facts: Any) -> None:
-        """Give the figures to `benchmarks.job` (in the file BENCH_RESULT), or print them.
+        """Pass the figures to `benchmarks.job` (in the file BENCH_RESULT), or print them.
 
         Only one rank of a job may call this.
         """
@@ -60,20 +59,20 @@ class Stopwatch:
         write_result(figures | facts)
 
     def callbacks(self, keras: Any) -> tuple[Any, Any]:
-        """Two callbacks for `fit`, of the classes of `keras`: one for the first step, one for windows.
+        """Create two callbacks for `fit` with the classes of `keras`: one for the first step, one for windows.
 
-        They go into two calls of `fit`, because a callback on batches costs time at each of them.
-        A window is an epoch, from the end of one to the end of the next, whatever lies between.
+        They are for two calls of `fit`, because a callback on batches costs time for each batch. A window is an epoch,
+        from the end of one to the end of the next, including everything in between.
         """
         stopwatch = self
 
         class FirstStep(keras.callbacks.Callback):  # type: ignore[misc]
             def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-                float((logs or {})["loss"])  # an asynchronous backend has finished the step only now
+                float((logs or {})["loss"])  # an asynchronous backend finishes the step only here
                 stopwatch.first_step()
 
             def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-                stopwatch.first_step()  # a worker among parameter servers may have left all steps to the others
+                stopwatch.first_step()  # with parameter servers, the other workers may have taken all steps
 
         class Windows(keras.callbacks.Callback):  # type: ignore[misc]
             def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -89,8 +88,8 @@ class Stopwatch:
 
         Args:
             keras: Keras 3 or tf_keras.
-            fit: trains on data of that many steps with these options.
-            first_steps: steps of the first call; the least that `fit` can do.
+            fit: Function that trains on data of this many steps with these options.
+            first_steps: Number of steps of the first call, the minimum that `fit` can take.
         """
         first_step, windows = self.callbacks(keras)
         fit(first_steps, callbacks=[first_step])
@@ -98,7 +97,7 @@ class Stopwatch:
             fit(self.work.steps, epochs=self.epochs, callbacks=[windows])
 
     def time_loop(self, train: Callable[[Any], Any], data: Callable[[int], Any]) -> None:
-        """Time a plain loop `train(data)`, where `data(steps)` has what this many steps need."""
+        """Time a plain loop `train(data)`, where `data(steps)` returns the data for this many steps."""
         train(data(1))
         self.first_step()
         if self.windows:
@@ -110,7 +109,7 @@ class Stopwatch:
 
 
 def write_result(figures: dict[str, Any]) -> None:
-    """Write one job's figures to the file BENCH_RESULT; without it, print them."""
+    """Write the figures of a job to the file BENCH_RESULT; without it, print them."""
     text = json.dumps(figures)
     path = os.environ.get("BENCH_RESULT")
     if path is None:
@@ -118,11 +117,11 @@ def write_result(figures: dict[str, Any]) -> None:
     else:
         whole = Path(path + ".part")
         whole.write_text(text)
-        whole.replace(path)  # who waits for the file never reads half of it
+        whole.replace(path)  # a reader that waits for the file never sees a part of it
 
 
 def arguments(add: Callable[[argparse.ArgumentParser], None] | None = None) -> argparse.Namespace:
-    """The arguments of every timed script: `work` (a `Work`) and `windows`, and those that `add` adds."""
+    """Parse the arguments of a timed script: `work` (a `Work`), `windows`, and those that `add` adds."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--work", choices=WORKS, default="mlp64")
     parser.add_argument("--windows", type=int, default=5, help="timed windows; 0 times the first step only")
@@ -135,10 +134,10 @@ def arguments(add: Callable[[argparse.ArgumentParser], None] | None = None) -> a
 
 @dataclass(frozen=True)
 class Place:
-    """A peer's process in the job that `benchmarks.job` started.
+    """Process of a peer in the job that `benchmarks.job` started.
 
     Attributes:
-        ports: free TCP ports of the loopback interface, the same on every rank, one for each.
+        ports: Free TCP ports of the loopback interface, one per rank; the same list on every rank.
     """
 
     rank: int
@@ -151,5 +150,5 @@ class Place:
         return cls(int(os.environ["BENCH_RANK"]), int(os.environ["BENCH_WORLD_SIZE"]), ports)
 
     def share(self, samples: Any) -> Any:
-        """This rank's samples: of every global batch an equal part."""
+        """Return this rank's samples: an equal part of every global batch."""
         return samples[self.rank :: self.world_size].copy()

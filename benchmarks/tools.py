@@ -1,4 +1,4 @@
-"""The tools that are compared, and what each must reach: the two tables of the comparison."""
+"""The two tables of the comparison: the tools, and the bars that each must meet."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from benchmarks.work import APART, TOGETHER
 
-# The bars were set on two cores and two workers; a machine with more cores is held to two of them.
+# The bars were set on two cores with two workers, so a machine with more cores uses only two of them.
 CORES = 2
 PROCESSES = 2
 
-# The one work that is not a training; its cases are sizes in bytes.
+# The only work that is not a training job. Its cases are sizes in bytes.
 ALL_REDUCE = "all-reduce"
-# In a tool's arguments: the path of the file for its figures, where BENCH_RESULT is not read.
+# In a tool's arguments: path of the file for its figures, for tools that do not read BENCH_RESULT.
 RESULT_FILE = "{result}"
 
 
@@ -28,7 +28,7 @@ class Kind(enum.Enum):
 
 
 class Share(enum.Enum):
-    """Which of the cores a process may use."""
+    """Which cores a process may use."""
 
     OWN = "a core each"
     ALL = "all cores"
@@ -40,14 +40,14 @@ class Tool:
     """One way to train, timed on every work.
 
     Attributes:
-        name: short, without spaces; what `--only` and the bars refer to.
-        module: what is run, with `arguments` and those of every timed script.
-        backend: KERAS_BACKEND, where the script leaves the choice open.
-        works: names of the works it is timed on.
-        servers: parameter servers beside the workers.
-        workers: processes that train together.
-        launched_by: what stands before the interpreter.
-        paired_with: name of the tool whose figures the same process measures too, in alternation.
+        name: Short name without spaces, which `--only` and the bars refer to.
+        module: Module to run, with `arguments` and those of every timed script.
+        backend: KERAS_BACKEND, if the script does not set it.
+        works: Names of the works that it is timed on.
+        servers: Number of parameter servers in addition to the workers.
+        workers: Number of processes that train together.
+        launched_by: Command before the interpreter.
+        paired_with: Name of the tool whose figures the same process measures in alternation.
     """
 
     name: str
@@ -65,17 +65,17 @@ class Tool:
 
     @property
     def needs_peers(self) -> bool:
-        """Whether it runs only in the peers' environment."""
+        """Whether it needs the peers' environment."""
         return ".peers." in self.module
 
     @property
     def ranks(self) -> int:
-        """Processes that train together."""
+        """Number of processes that train together."""
         return 1 if self.kind is Kind.SINGLE else self.workers
 
     @property
     def starts(self) -> int:
-        """Processes that must be started; they start the rest."""
+        """Number of processes to start; they start the rest."""
         return self.workers if self.kind is Kind.PEER else 1
 
 
@@ -95,7 +95,7 @@ def _phalanx(backend: str) -> Tool:
 
 
 def _deterministic(backend: str) -> Tool:
-    """What the same bits for any number of workers cost."""
+    """Tool that measures the cost of getting the same bits with any number of workers."""
     return replace(
         _phalanx(backend),
         name=f"deterministic-{backend}",
@@ -123,13 +123,13 @@ def _keras(backend: str, share: Share) -> Tool:
 
 
 def _apart(backend: str) -> Tool:
-    """What replicas could reach at most, if merging cost nothing."""
+    """Upper limit for replicas: as if merging cost nothing."""
     title = f"(two processes of Keras on {TITLES[backend]}, half a batch each, that merge nothing)"
     return Tool(f"apart-{backend}", title, Kind.PHALANX, Share.OWN, "benchmarks.fit", ("--apart",), backend=backend)
 
 
 def _apart_among_servers(backend: str) -> Tool:
-    """What workers could reach at most, if servers, and the way to them, cost nothing but the optimizer's step."""
+    """Upper limit for workers: as if servers and their connections cost only the optimizer's step."""
     return replace(
         _apart(backend),
         name=f"apart-servers-{backend}",
@@ -152,7 +152,7 @@ def _one_replica(backend: str) -> Tool:
 
 
 def servers(backend: str, *options: str, works: tuple[str, ...] = APART, count: int = 1, workers: int = 2) -> Tool:
-    """Phalanx with parameter servers, asynchronous unless `options` (of `benchmarks.fit`) say otherwise."""
+    """Phalanx with parameter servers; asynchronous unless set otherwise by `options` (of `benchmarks.fit`)."""
     return Tool(
         f"servers-{backend}",
         f"Phalanx with {count} server(s), Keras fit on {TITLES[backend]}",
@@ -168,7 +168,7 @@ def servers(backend: str, *options: str, works: tuple[str, ...] = APART, count: 
 
 
 def _mirrored(backend: str) -> Tool:
-    """What is compared with parameter servers: equal shares of every step, as many samples on a worker as there."""
+    """Counterpart of parameter servers: equal shares of every step, with the same number of samples per worker."""
     return replace(
         _phalanx(backend),
         name=f"mirrored-{backend}",
@@ -179,7 +179,7 @@ def _mirrored(backend: str) -> Tool:
 
 
 _TF_SERVERS = "benchmarks.peers.tf_parameter_server"
-# The coordinator and the server beside the two workers.
+# The coordinator and the server, in addition to the two workers.
 _TF_SERVER_TASKS = PROCESSES + 2
 
 _TF_DISTRIBUTE = "benchmarks.peers.tf_multiworker"
@@ -208,8 +208,8 @@ TOOLS = {
             _TF_DISTRIBUTE,
             ("--steps-per-execution", "20"),
         ),
-        # Bound to a core each, this one is more than twice as slow at batch 64: XLA's threads wait for each
-        # other on the one core, a whole tick of the scheduler at a time.
+        # Bound to one core per process, this tool is more than twice as slow at batch 64: XLA's threads wait for
+        # each other on the one core, a whole scheduler tick at a time.
         Tool(
             "keras-dataparallel",
             "Keras DataParallel on JAX, XLA's gloo",
@@ -266,9 +266,9 @@ TOOLS = {
 
 @dataclass(frozen=True)
 class SpeedBar:
-    """`tool` must do at least `factor` times the samples/s of `against`, in the same round.
+    """`tool` must reach at least `factor` times the samples/s of `against` in the same round.
 
-    For all-reduce, `work` is a size in bytes and the ratio is one of calls per second.
+    For all-reduce, `work` is a size in bytes, and the ratio is that of calls per second.
     """
 
     work: str
@@ -280,7 +280,7 @@ class SpeedBar:
 
 @dataclass(frozen=True)
 class StartBar:
-    """From the start of the job to the end of its first training step: at most `seconds`."""
+    """At most `seconds` from the start of the job to the end of its first training step."""
 
     work: str
     tool: str
@@ -291,7 +291,7 @@ def _speed(tool: str, against: str, factors: dict[str, float], note: str = "") -
     return [SpeedBar(work, tool, against, factor, note) for work, factor in factors.items()]
 
 
-# Horovod 0.28 needs Keras 2 and a build of its own: it was timed once, beside DDP, with MPICH (ms per step).
+# Horovod 0.28 needs Keras 2 and a separate build. It was timed once, along with DDP, with MPICH (ms per step).
 HOROVOD_MS = {"mlp64": 3.8, "mlp512": 6.9, "cnn64": 19.1}
 DDP_BESIDE_HOROVOD_MS = {"mlp64": 3.5, "mlp512": 7.3, "cnn64": 16.1}
 _NOT_SLOWER_THAN_HOROVOD = {work: round(DDP_BESIDE_HOROVOD_MS[work] / HOROVOD_MS[work], 2) for work in HOROVOD_MS}
@@ -331,7 +331,7 @@ SPEED_BARS: Sequence[SpeedBar] = (
     *(bar for backend in ("tensorflow", "torch") for bar in _beside_tf_servers(f"servers-{backend}")),
 )
 
-# Systems of `benchmarks.all_reduce`; MPICH is timed by a script of its own.
+# Systems of `benchmarks.all_reduce`; a separate script times MPICH.
 GLOO, MPICH, SHARED_MEMORY, RING = "gloo", "MPICH", "shared memory", "ring"
 ALL_REDUCE_SYSTEMS = (SHARED_MEMORY, RING, GLOO, MPICH)
 ALL_REDUCE_BARS: Sequence[SpeedBar] = (

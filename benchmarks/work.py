@@ -1,7 +1,7 @@
 """The works that every tool is timed on: models, batch sizes and synthetic data.
 
-The data are float32 arrays in memory from a fixed seed, so that no tool waits for a disk. Models are written
-once for Keras (Keras 3 and tf_keras have the same layers) and once for PyTorch, layer by layer the same.
+The data are float32 arrays in memory with a fixed seed, so that no tool waits for a disk. Models are written once for
+Keras (Keras 3 and tf_keras have the same layers) and once for PyTorch, with identical layers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Work:
     """One model at one global batch size.
 
     Attributes:
-        name: as `--only` and the tables have it.
-        model: `mlp`, `wide` (the same of 10 million weights) or `cnn`.
-        batch: samples of one step over all processes: the global batch. Among parameter servers, where a step is made
-            by one worker, that worker's batch.
-        steps: steps of one timed window, and of one epoch for the tools that have epochs.
-        slow_ms: how much longer than the others the last worker takes for each of its steps.
+        name: Name in `--only` and the tables.
+        model: `mlp`, `wide` (the same with 10 million weights) or `cnn`.
+        batch: Samples per step over all processes: the global batch. With parameter servers, where one worker takes a
+            step, the batch of that worker.
+        steps: Steps of one timed window, and of one epoch for tools with epochs.
+        slow_ms: Additional milliseconds that the last worker takes for each of its steps.
     """
 
     name: str
@@ -37,25 +37,25 @@ class Work:
 
     @property
     def together(self) -> bool:
-        """Whether all workers make each step together."""
+        """Whether all workers take each step together."""
         return self.name in TOGETHER
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one sample, channels last."""
+        """Shape of one sample, channels last."""
         return (784,) if self._widths else (32, 32, 3)
 
     @property
     def _widths(self) -> tuple[int, ...]:
-        """Of the hidden layers of a model that has no others."""
+        """Widths of the hidden layers of a dense model."""
         return {"mlp": (256, 256), "wide": (2048, 2048, 2048)}.get(self.model, ())
 
     @property
     def flop(self) -> float:
-        """Floating point operations of one step's matrix products and convolutions.
+        """Floating-point operations of the matrix products and convolutions of one step.
 
-        Forward, gradient of the weights and gradient of the inputs cost the same; the first layer needs no gradient
-        of its inputs.
+        The forward pass, the gradient of the weights and the gradient of the inputs cost the same. The first layer
+        needs no gradient of its inputs.
         """
         if self._widths:
             sizes = (*self.shape, *self._widths, CLASSES)
@@ -67,13 +67,13 @@ class Work:
         return self.batch * (3.0 * sum(forward) - forward[0])
 
     def data(self, steps: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Samples of shape (steps * batch, *shape), float32, and their labels, int32."""
+        """Create float32 samples of shape (steps * batch, *shape) and their int32 labels."""
         rng = np.random.default_rng(SEED)
         count = (self.steps if steps is None else steps) * self.batch
         return rng.random((count, *self.shape), dtype=np.float32), rng.integers(0, CLASSES, count, dtype=np.int32)
 
     def keras_model(self, keras: Any) -> Any:
-        """The model, not compiled, made of the layers of `keras` (Keras 3 or tf_keras)."""
+        """Build the model, not compiled, from the layers of `keras` (Keras 3 or tf_keras)."""
         layers = keras.layers
         if self._widths:
             hidden = [layers.Dense(width, activation="relu") for width in self._widths]
@@ -90,7 +90,7 @@ class Work:
         return keras.Sequential([layers.Input(self.shape), *hidden, layers.Dense(CLASSES)])
 
     def compiled_keras_model(self, keras: Any, **compile_options: Any) -> Any:
-        """The model with Adam and cross entropy, and no metric but the loss."""
+        """Build and compile the model with Adam and cross entropy, and no metric except the loss."""
         model = self.keras_model(keras)
         model.compile(
             optimizer=keras.optimizers.Adam(),
@@ -100,7 +100,7 @@ class Work:
         return model
 
     def torch_model(self) -> Any:
-        """The same model in plain PyTorch; images are channels first."""
+        """Build the same model in plain PyTorch. Images are channels first."""
         from torch import nn
 
         if self._widths:
@@ -116,8 +116,8 @@ class Work:
         return nn.Sequential(*hidden, nn.Linear(64, CLASSES))
 
 
-# A window is long enough that the clock and the turn of an epoch are small beside it, and short enough
-# that five of them on the slowest tool stay within half a minute.
+# Windows are long enough to make the clock and the change of epochs negligible, and short enough for five of them to
+# stay within half a minute on the slowest tool.
 WORKS = {
     work.name: work
     for work in (
@@ -129,6 +129,6 @@ WORKS = {
         Work("uneven64", "mlp", batch=64, steps=400, slow_ms=10.0),
     )
 }
-# Works whose step is made by all workers together, and those whose step is made by one of them. `wide512` is for GPUs.
+# Works whose steps are taken by all workers together, and those whose steps are taken by one. `wide512` is for GPUs.
 TOGETHER = ("mlp64", "mlp512", "cnn64")
 APART = ("servers64", "uneven64")

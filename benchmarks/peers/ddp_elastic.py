@@ -1,4 +1,5 @@
-"""Digits on PyTorch's DDP (gloo) until it is ended, for `torchrun --max-restarts`: `ddp_elastic.py FOLDER`."""
+"""Trains on digits with PyTorch's DDP (gloo) until it is stopped, for `torchrun --max-restarts`: `ddp_elastic.py
+FOLDER`."""
 
 from __future__ import annotations
 

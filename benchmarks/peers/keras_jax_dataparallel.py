@@ -20,7 +20,7 @@ def main() -> None:
     keras.utils.set_random_seed(0)
     keras.distribution.initialize(f"127.0.0.1:{place.ports[0]}", place.world_size, place.rank)
     devices = keras.distribution.list_devices("cpu")
-    # Arrays are never sharded by Keras: each process gives its own part.
+    # Keras never shards arrays: each process passes its own part.
     keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices, auto_shard_dataset=False))
     model = args.work.compiled_keras_model(keras)
 

@@ -1,6 +1,6 @@
 """All-reduce of MPICH between local processes: `mpiexec -n 2 python -m benchmarks.peers.mpich_all_reduce`.
 
-It merges into an array of its own, as Phalanx does. MPICH busy-waits, so each process needs a core.
+It merges into a separate array, as Phalanx does. MPICH busy-waits, so each process needs a core.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""tf.distribute.MultiWorkerMirroredStrategy with RING, and `fit` of tf_keras, the Keras that it works with.
+"""tf.distribute.MultiWorkerMirroredStrategy with RING, and `fit` of tf_keras, the Keras that supports it.
 
 Arrays given to `fit` were as fast as a `tf.data.Dataset` with AutoShardPolicy.DATA.
 """

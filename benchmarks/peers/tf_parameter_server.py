@@ -1,10 +1,10 @@
 """tf.distribute.ParameterServerStrategy with tf_keras: one server, two workers, and a coordinator that reports.
 
-By default `fit`. `--steps-per-call N` is the fastest loop that its guide leads to: a `ClusterCoordinator` schedules
-functions that make N steps each, and waits for them at the end of a window.
+Uses `fit` by default. `--steps-per-call N` is the fastest loop according to its guide: a `ClusterCoordinator` schedules
+functions that take N steps each, and waits for them at the end of a window.
 
-Each worker makes a small data set in its own memory and repeats it: data that the coordinator hands over would
-travel inside the function's graph.
+Each worker creates a small data set in its own memory and repeats it: data from the coordinator would be sent as part
+of the function's graph.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
         cluster.setdefault(kind, []).append(f"127.0.0.1:{port}")
     kind, index = tasks[place.rank]
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})
-    os.environ["GRPC_FAIL_FAST"] = "use_caller"  # as the guide has it: the workers may start later
+    os.environ["GRPC_FAIL_FAST"] = "use_caller"  # as in the guide: the workers may start later
 
     import tensorflow as tf
     import tf_keras as keras
@@ -51,11 +51,11 @@ def main() -> None:
     else:
         _time_loop(tf, keras, strategy, args.work, stopwatch, args.steps_per_call)
     stopwatch.report(tensorflow=tf.__version__)
-    os._exit(0)  # its threads wait for servers that are ending
+    os._exit(0)  # its threads wait for servers that are exiting
 
 
 def _serve(tf: Any, resolver: Any) -> None:
-    """Be a worker or the server until the figures are there."""
+    """Run a worker or the server until the figures are available."""
     server = tf.distribute.Server(
         resolver.cluster_spec(),
         job_name=resolver.task_type,
@@ -67,12 +67,13 @@ def _serve(tf: Any, resolver: Any) -> None:
     result = Path(os.environ["BENCH_RESULT"])
     while not result.exists():
         time.sleep(POLL_S)
-    os._exit(0)  # a server has no end of its own
+    os._exit(0)  # a server never exits by itself
 
 
 def _dataset(tf: Any, work: Work) -> Callable[[Any], Any]:
     def make(context: Any = None) -> Any:
-        # Made by operations: arrays would be constants of the graph, 4 MB that are sent to each worker as one request.
+        # Created by operations: arrays would be constants of the graph, 4 MB that are sent to each worker in one
+        # request.
         count = DATA_STEPS * work.batch
         x = tf.random.stateless_uniform((count, *work.shape), (SEED, 0))
         y = tf.random.stateless_uniform((count,), (SEED, 1), maxval=CLASSES, dtype=tf.int32)
@@ -87,7 +88,7 @@ def _time_fit(tf: Any, keras: Any, strategy: Any, work: Work, stopwatch: Stopwat
         model = work.compiled_keras_model(keras)
     data = keras.utils.experimental.DatasetCreator(_dataset(tf, work))
     _, windows = stopwatch.callbacks(keras)
-    # Callbacks on batches are refused here, so a first epoch of one step is timed from outside.
+    # Callbacks on batches are not supported here, so a first epoch of one step is timed from outside.
     model.fit(data, steps_per_epoch=1, verbose=0)
     stopwatch.first_step()
     if stopwatch.windows:

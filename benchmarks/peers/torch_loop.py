@@ -17,7 +17,7 @@ from benchmarks.work import Work
 
 @contextmanager
 def gloo(place: Place) -> Iterator[None]:
-    """A process group over gloo, left by all ranks together."""
+    """Context manager with a process group over gloo, which all ranks leave at the same time."""
     dist.init_process_group(
         "gloo",
         init_method=f"tcp://127.0.0.1:{place.ports[0]}",
@@ -25,7 +25,7 @@ def gloo(place: Place) -> Iterator[None]:
         world_size=place.world_size,
     )
     yield
-    # Without this barrier the rank that leaves first makes the other's gloo threads abort its process.
+    # Without this barrier, the first rank to leave makes the gloo threads of the other abort its process.
     dist.barrier()
     dist.destroy_process_group()
 
@@ -33,8 +33,8 @@ def gloo(place: Place) -> Iterator[None]:
 def time_ddp(model: nn.Module, work: Work, place: Place, stopwatch: Stopwatch, *, channels_first: bool) -> None:
     """Time `model` in DistributedDataParallel with its fastest simple settings.
 
-    `gradient_as_bucket_view` saves a copy and a third of the MLP's step at batch 64; the fused Adam was never
-    slower than the others; `static_graph` made no difference. On a GPU where there is one.
+    `gradient_as_bucket_view` saves a copy and a third of the MLP's step at batch 64. The fused Adam was never slower
+    than the others. `static_graph` made no difference. Uses a GPU if there is one.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model.to(device)

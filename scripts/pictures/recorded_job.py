@@ -43,10 +43,10 @@ def run_job(folder: Path, options: list[str], epochs: int, watch: Callable[[Path
     """What a job shows on a terminal.
 
     Args:
-        folder: an empty one; `folder / "log"` is the log directory.
+        folder: An empty one; `folder / "log"` is the log directory.
         options: of `phalanx run`.
         epochs: of the training.
-        watch: called in a thread of its own with the log directory.
+        watch: Called in a thread of its own with the log directory.
     """
     (folder / "train.py").write_text(PROGRAM.replace("EPOCHS", str(epochs)))
     command = [sys.executable, "-m", "phalanx", "run", *options, "--log-dir", "log", "train.py"]

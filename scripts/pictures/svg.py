@@ -60,7 +60,7 @@ class Drawing:
 
     Args:
         width, height: in pixels.
-        title: what a screen reader says.
+        title: What a screen reader says.
     """
 
     def __init__(self, width: int, height: int, title: str):

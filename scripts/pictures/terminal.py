@@ -21,7 +21,7 @@ def draw(command: str, shown: str, title: str) -> str:
 
     Args:
         command: as the user has typed it.
-        shown: what it has printed, with its colors.
+        shown: What it has printed, with its colors.
         title: of the window.
     """
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
