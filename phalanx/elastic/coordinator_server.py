@@ -13,7 +13,7 @@ import msgspec
 from phalanx.cluster import membership_messages as messages
 from phalanx.cluster.admission_control import DISAGREEMENT, decode_newcomer
 from phalanx.elastic.elastic_coordinator import ElasticCoordinator, LossCause
-from phalanx.elastic.launcher_interface import ElasticJob
+from phalanx.elastic.launcher_interface import LauncherActions
 from phalanx.elastic.member_table import MembershipLimits
 from phalanx.errors import ConfigurationError, LinkClosedError, LinkTimeoutError
 from phalanx.transport.credentials import Credentials
@@ -51,7 +51,7 @@ class CoordinatorServer:
         *,
         credentials: Credentials,
         job: str,
-        job_actions: ElasticJob,
+        job_actions: LauncherActions,
     ):
         # Protects everything below. Reentrant, since the coordinator sends while it decides. Never held while waiting.
         self._lock = threading.RLock()

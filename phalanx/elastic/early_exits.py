@@ -8,7 +8,7 @@ each may be some milliseconds ahead, and the chief saves the model last.
 from __future__ import annotations
 
 from phalanx.cluster.membership_messages import EntryLeft
-from phalanx.elastic.entry_results import EntryLog
+from phalanx.elastic.entry_log import EntryLog
 from phalanx.elastic.member_table import ElasticProcess, MemberTable
 
 

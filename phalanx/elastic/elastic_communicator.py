@@ -9,7 +9,7 @@ from phalanx.cluster.membership import Membership
 from phalanx.collectives.communicator import Array, ReduceOp
 from phalanx.collectives.host.collective_thread import PendingHandle
 from phalanx.collectives.host.host_communicator import HostCommunicator
-from phalanx.elastic.elastic_group import ElasticGroup, copied
+from phalanx.elastic.elastic_group import ElasticGroup, copy_result
 from phalanx.runtime.traffic_account import Traffic
 
 
@@ -57,7 +57,7 @@ class ElasticCommunicator:
         out: Sequence[Array] | None = None,
     ) -> list[Array]:
         return self.group.run(
-            lambda inner: inner.all_reduce(arrays, op, scale=scale, out=out), _copy_into(out), _kept(out)
+            lambda inner: inner.all_reduce(arrays, op, scale=scale, out=out), _copier_to(out), _kept_result(out)
         )
 
     def run_async(self, name: str, body: Callable[[], Any]) -> PendingHandle:
@@ -74,7 +74,7 @@ class ElasticCommunicator:
             inner.barrier()
             return result
 
-        return self.group.run(call, _copy_into(out), _kept(out))
+        return self.group.run(call, _copier_to(out), _kept_result(out))
 
     def broadcast_bytes(self, payload: bytes, root: int = 0) -> bytes:
         def call(inner: HostCommunicator) -> bytes:
@@ -103,12 +103,12 @@ class ElasticCommunicator:
         self.group.inner.close()
 
 
-def _copy_into(out: Sequence[Array] | None) -> Callable[[list[Array]], list[Array]]:
+def _copier_to(out: Sequence[Array] | None) -> Callable[[list[Array]], list[Array]]:
     """Return a function that copies arrays handed over by another member into `out`."""
 
     def copy(result: list[Array]) -> list[Array]:
         if out is None:
-            return copied(result)  # type: ignore[no-any-return]
+            return copy_result(result)  # type: ignore[no-any-return]
         for target, array in zip(out, result, strict=True):
             target[...] = array
         return list(out)
@@ -116,6 +116,6 @@ def _copy_into(out: Sequence[Array] | None) -> Callable[[list[Array]], list[Arra
     return copy
 
 
-def _kept(out: Sequence[Array] | None) -> Callable[[list[Array]], list[Array]]:
+def _kept_result(out: Sequence[Array] | None) -> Callable[[list[Array]], list[Array]]:
     """Return a function that extracts the part of a result to keep for members that may lack it."""
-    return copied if out is None else lambda result: result
+    return copy_result if out is None else lambda result: result

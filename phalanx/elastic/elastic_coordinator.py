@@ -28,11 +28,11 @@ from phalanx.cluster.spec import CHIEF
 from phalanx.cluster.task_comparison import TaskDescription
 from phalanx.config.task_names import count_workers
 from phalanx.elastic.early_exits import EarlyExits
-from phalanx.elastic.entry_results import EntryLog
-from phalanx.elastic.launcher_interface import ElasticJob
+from phalanx.elastic.entry_log import EntryLog
+from phalanx.elastic.eviction_policy import EvictionPolicy
+from phalanx.elastic.launcher_interface import LauncherActions
 from phalanx.elastic.member_table import MembershipLimits, MemberTable
 from phalanx.elastic.network_partitions import ConnectionFailures
-from phalanx.elastic.stuck_members import EvictionPolicy
 from phalanx.errors import PeerLostError, PhalanxError, RendezvousError
 
 Send = Callable[[str, messages.FromCoordinator], None]
@@ -111,7 +111,7 @@ class ElasticCoordinator:
         early_exits: Processes that left before the end.
     """
 
-    def __init__(self, limits: MembershipLimits, now: float, *, job: ElasticJob, send: Send):
+    def __init__(self, limits: MembershipLimits, now: float, *, job: LauncherActions, send: Send):
         self.state = CoordinatorState.GATHERING
         self.generation = 0
         self.failure = ""
@@ -269,7 +269,7 @@ class ElasticCoordinator:
         table, limits = self.table, self.table.limits
         candidates = sorted(table.candidates(self.entries.joinable), key=lambda i: _rank_order(table.processes[i].task))
         is_due = now >= self._state_since + limits.start_s
-        if len(candidates) >= table.awaited or (is_due and len(candidates) >= limits.minimum):
+        if len(candidates) >= table.initial_members or (is_due and len(candidates) >= limits.minimum):
             self._form(candidates[: limits.maximum], now)
         elif is_due:
             count, needed = len(candidates), limits.minimum
@@ -295,7 +295,7 @@ class ElasticCoordinator:
             for incarnation in table.surplus:
                 self._dismiss(incarnation, "surplus", WITHDRAWN if table.is_withdrawn(incarnation) else SURPLUS)
             members = table.members + table.candidates(self.entries.joinable)[: table.vacancies]
-            if len(members) < table.needed:
+            if len(members) < table.min_members:
                 self._wait_for_members(len(members), now)
                 return
         self._form(members, now)
@@ -303,7 +303,7 @@ class ElasticCoordinator:
     def _wait_for_members(self, count: int, now: float) -> None:
         limits = self.table.limits
         remain = f"{count_workers(count)} remain{'s' * (count == 1)}, and {limits.minimum} are needed"
-        if self.table.process_limit is not None and self.table.process_limit < self.table.needed:
+        if self.table.process_limit is not None and self.table.process_limit < self.table.min_members:
             self._fail(f"{remain}, but no other will be started", now)
         elif self.state is not CoordinatorState.SHORT_OF_MEMBERS:
             self._enter(CoordinatorState.SHORT_OF_MEMBERS, now)
@@ -316,7 +316,7 @@ class ElasticCoordinator:
         or if members are missing."""
         table = self.table
         joining = table.candidates(self.entries.joinable)[: table.vacancies]
-        is_useful = joining or table.surplus or len(table.members) < table.needed
+        is_useful = joining or table.surplus or len(table.members) < table.min_members
         if is_useful and self.state is CoordinatorState.RUNNING:  # otherwise the request is pending
             self._enter(CoordinatorState.REGROUP_REQUESTED, now)
             self._send(table.members[0], messages.RegroupRequest(self.generation))
@@ -330,7 +330,7 @@ class ElasticCoordinator:
         is_first = self.generation == 1
         if is_first:
             self.table.limits = replace(self.table.limits, expected=len(incarnations))  # for later candidates
-        addresses = self.table.seat(incarnations, is_first=is_first)
+        addresses = self.table.set_members(incarnations, is_first=is_first)
         self._job.generation_formed(self.generation, [processes[i].task for i in incarnations])
         self._chief, self._is_chief_lost = incarnations[0], False
         self._evictions.generation_formed(now)

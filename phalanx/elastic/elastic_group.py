@@ -35,10 +35,10 @@ from phalanx.transport.serialization import decode, encode
 T = TypeVar("T")
 
 
-def copied(result: Any) -> Any:
+def copy_result(result: Any) -> Any:
     """Return a copy of a collective's result."""
     if isinstance(result, list):
-        return [copied(item) for item in result]
+        return [copy_result(item) for item in result]
     return result.copy() if isinstance(result, np.ndarray) else result
 
 
@@ -93,9 +93,9 @@ class ElasticGroup:
         return self.node.is_candidate or self.generation == 0
 
     @property
-    def is_late(self) -> bool:
+    def joined_late(self) -> bool:
         """Whether this process arrived after the job had begun."""
-        return self.node.is_late
+        return self.node.joined_late
 
     @property
     def newcomers(self) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class ElasticGroup:
         return tuple(rank for rank, address in enumerate(self.node.addresses) if address.needs_state)
 
     @property
-    def late_ranks(self) -> frozenset[int]:
+    def late_joiner_ranks(self) -> frozenset[int]:
         """Ranks of this generation that became members after the job had begun."""
         return frozenset(rank for rank, address in enumerate(self.node.addresses) if address.is_late)
 
@@ -119,7 +119,7 @@ class ElasticGroup:
         """
         past = join_generation(self.node, self, entry)
         if past is not None:
-            self.node.is_late = True  # it reached its first entry after the job had begun
+            self.node.joined_late = True  # it reached its first entry after the job had begun
         return past
 
     def send_as_chief(self, message: EntryStarted | EntryFinished) -> None:
@@ -136,12 +136,12 @@ class ElasticGroup:
         with contextlib.suppress(LinkClosedError, LinkTimeoutError):  # the next collective raises an error about it
             self.node.coordinator.send(EntryLeft(entry, is_finished))
 
-    def let_others_join(self) -> None:
-        """Allow others to join after a section where they could not (`JoinPoints.closed`).
+    def allow_joins(self) -> None:
+        """Allow others to join after a section where they could not (`JoinPoints.blocked`).
 
         Raises: MembershipChangedError if others have joined.
         """
-        if self.join_points.was_closed():
+        if self.join_points.consume_blocked():
             self.run(lambda inner: inner.barrier())
 
     # Collectives.
@@ -149,8 +149,8 @@ class ElasticGroup:
     def run(
         self,
         call: Callable[[HostCommunicator], T],
-        receive: Callable[[Any], T] = copied,
-        keep: Callable[[T], Any] = copied,
+        receive: Callable[[Any], T] = copy_result,
+        keep: Callable[[T], Any] = copy_result,
     ) -> T:
         """Run a collective that returns the same result on all members.
 

@@ -29,7 +29,7 @@ class ElasticNode(Node):
         links: Links to the other members.
         generation, addresses: Number and members of the last generation that was ordered, whether or not its links
             could be established.
-        is_late: Whether this process arrived after the job had begun.
+        joined_late: Whether this process arrived after the job had begun.
         is_candidate: Whether this process does not yet take part in the running job.
         initial_world_size: Number of members when the job began.
 
@@ -54,7 +54,7 @@ class ElasticNode(Node):
         except BaseException:
             self.listener.close()
             raise
-        self.is_candidate = self.is_late = self.coordinator.response.has_begun
+        self.is_candidate = self.joined_late = self.coordinator.response.has_begun
         self.initial_world_size = self.coordinator.response.initial_world_size
 
     @property

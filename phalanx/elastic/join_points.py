@@ -15,10 +15,10 @@ class JoinPoints:
 
     def __init__(self) -> None:
         self.at_boundary = False
-        self._is_open = self._is_closed = self._was_closed = False
+        self._is_open = self._is_blocked = self._was_blocked = False
 
     @contextmanager
-    def open(self) -> Iterator[None]:
+    def anywhere(self) -> Iterator[None]:
         """Allow others to join before any collective in the block: the caller can return to a common state."""
         self._is_open = True
         try:
@@ -27,24 +27,24 @@ class JoinPoints:
             self._is_open = False
 
     @contextmanager
-    def closed(self) -> Iterator[None]:
-        """Prevent others from joining in the block, even inside `open`: a process that joins would not make this inner
-        call."""
-        before = self._is_open, self._is_closed  # already closed in a nested call: `predict` in a callback of `fit`
-        self._is_open, self._is_closed = False, True
+    def blocked(self) -> Iterator[None]:
+        """Prevent others from joining in the block, even inside `anywhere`: a process that joins would not make this
+        inner call."""
+        before = self._is_open, self._is_blocked  # already blocked in a nested call: `predict` in a callback of `fit`
+        self._is_open, self._is_blocked = False, True
         try:
             yield
         finally:
-            self._is_open, self._is_closed = before
-            self._was_closed = True
+            self._is_open, self._is_blocked = before
+            self._was_blocked = True
 
-    def was_closed(self) -> bool:
-        """Return whether there was a `closed` section since the last call; if so, others may be waiting to join."""
-        was_closed, self._was_closed = self._was_closed, False
-        return was_closed
+    def consume_blocked(self) -> bool:
+        """Return whether there was a `blocked` section since the last call; if so, others may be waiting to join."""
+        was_blocked, self._was_blocked = self._was_blocked, False
+        return was_blocked
 
     def next_collective(self) -> bool:
         """Return whether others may join before the collective that begins now. Resets `at_boundary`."""
-        may_join = (self.at_boundary and not self._is_closed) or self._is_open
+        may_join = (self.at_boundary and not self._is_blocked) or self._is_open
         self.at_boundary = False
         return may_join

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class ElasticJob(Protocol):
+class LauncherActions(Protocol):
     """Requests of the coordinator to the launcher. Called in a thread of the coordinator that holds its lock, so no
     method may block."""
 

@@ -37,7 +37,7 @@ class ElasticProcess:
         queried_entry: The entry whose status it waits for, as a candidate.
         ready_entry: The entry at which it waits to become a member.
         report: Its report on leaving the current generation.
-        is_late: Whether it became a member after the job had begun.
+        joined_late: Whether it became a member after the job had begun.
         left_entries, finished_entries: Number of entries that are over for it, and of those in which it did its part.
     """
 
@@ -46,7 +46,7 @@ class ElasticProcess:
     queried_entry: int | None = None
     ready_entry: int | None = None
     report: LossReport | None = None
-    is_late: bool = False
+    joined_late: bool = False
     left_entries: int = 0
     finished_entries: int = 0
 
@@ -119,12 +119,12 @@ class MemberTable:
         return [i for i in self.members if self.processes[i].report is None]
 
     @property
-    def needed(self) -> int:
+    def min_members(self) -> int:
         """Number of members below which the job waits; 1 once some have finished, as the others then only follow."""
         return 1 if self.finished_tasks else self.limits.minimum
 
     @property
-    def awaited(self) -> int:
+    def initial_members(self) -> int:
         """Number of members with which the job begins without further waiting."""
         limits, possible = self.limits, self.process_limit
         return limits.expected if possible is None else max(limits.minimum, min(limits.expected, possible))
@@ -149,7 +149,7 @@ class MemberTable:
                 leaving.remove(informed)
         return leaving + staying[self.limits.maximum :]
 
-    def seat(self, incarnations: Iterable[str], *, is_first: bool) -> list[MemberAddress]:
+    def set_members(self, incarnations: Iterable[str], *, is_first: bool) -> list[MemberAddress]:
         """Make these processes the members, in this rank order, and return their addresses.
 
         Args:
@@ -163,9 +163,9 @@ class MemberTable:
             report = process.report
             needs_state = report.needs_state if report else not is_first
             completed = report.completed if report else -1
-            process.is_late |= report is None and not is_first
+            process.joined_late |= report is None and not is_first
             addresses.append(
-                MemberAddress.of(process.description, completed, needs_state=needs_state, is_late=process.is_late)
+                MemberAddress.of(process.description, completed, needs_state=needs_state, is_late=process.joined_late)
             )
             process.report = process.ready_entry = process.queried_entry = None  # all belong to the last generation
         return addresses

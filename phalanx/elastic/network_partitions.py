@@ -22,7 +22,7 @@ from phalanx.cluster.membership_messages import LossReport
 Pair = frozenset[str]
 """Two incarnations."""
 
-PATIENCE = 3
+MAX_COMPLAINTS = 3
 """Number of consecutive failed generations with a complaint about a pair, for whatever reason, after which it counts as
 severed."""
 
@@ -63,7 +63,7 @@ class ConnectionFailures:
             pair
             for pair in pairs
             if pair in self.broken
-            or self._complaints[pair] >= PATIENCE
+            or self._complaints[pair] >= MAX_COMPLAINTS
             or all(_has_timed_out(reports, i, pair) for i in pair)
         }
         self.broken = pairs - self.severed

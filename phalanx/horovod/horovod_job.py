@@ -41,7 +41,7 @@ from phalanx.runtime import process_exit, telemetry
 from phalanx.runtime.traffic_account import Traffic
 
 ENTRY = 0
-"""The single entry in which all members of an elastic job take part after `init` (see `elastic.entry_results`)."""
+"""The single entry in which all members of an elastic job take part after `init` (see `elastic.entry_log`)."""
 
 
 class HorovodJob:

@@ -85,7 +85,7 @@ class State:
         """
         self._keep()
         if self._group is not None:
-            self._group.let_others_join()
+            self._group.allow_joins()
 
     def _keep(self) -> None:
         self._check_plain()
@@ -180,7 +180,7 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
                     replica.join_entry()
                 loop = _CustomLoop(replica, group, state)
                 try:
-                    with group.join_points.open():
+                    with group.join_points.anywhere():
                         result = run_until_complete(lambda: function(state, *args, **kwargs), loop)
                 finally:
                     state._group = None
@@ -201,7 +201,7 @@ class _CustomLoop:
         self._replica, self._group, self._state = replica, group, state
         self._generation = group.generation  # of the last call of the function
         # After joining, a process does what the others do after the membership change.
-        self._has_joined = group.needs_state and group.is_late
+        self._has_joined = group.needs_state and group.joined_late
 
     def synchronize(self, *, has_changed: bool) -> None:
         state, group = self._state, self._group

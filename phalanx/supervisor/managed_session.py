@@ -205,9 +205,9 @@ class ManagedSession:
         if services.summarize_every_s and now - self._summarized_at >= services.summarize_every_s:
             rate = (self._step - self._summarized_step) / (now - self._summarized_at)
             self._summarized_at, self._summarized_step = now, self._step
-            self._note({"global_step/sec": rate}, self._step)
+            self._write_automatic_summary({"global_step/sec": rate}, self._step)
 
-    def _note(self, values: Mapping[str, Any], step: int) -> None:
+    def _write_automatic_summary(self, values: Mapping[str, Any], step: int) -> None:
         """Write a summary that the program did not ask for. A full disk must not end the training."""
         try:
             self.summarise(values, step)
@@ -233,13 +233,13 @@ class ManagedSession:
     def methods(self) -> dict[str, Callable[..., Any]]:
         """Methods that override those of the model while the session is open, by name."""
         model = self.model
-        return {"fit": self._around_fit(model.fit), "train_on_batch": self._around_batch(model.train_on_batch)}
+        return {"fit": self._wrap_fit(model.fit), "train_on_batch": self._wrap_train_on_batch(model.train_on_batch)}
 
-    def _around_fit(self, fit: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_fit(self, fit: Callable[..., Any]) -> Callable[..., Any]:
         names = list(inspect.signature(fit).parameters)
 
         @functools.wraps(fit)
-        def accompanied(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             arguments = {**dict(zip(names, args, strict=False)), **kwargs}
             callbacks = arguments.get("callbacks") or []
             callbacks = getattr(callbacks, "callbacks", callbacks)  # a CallbackList
@@ -260,17 +260,17 @@ class ManagedSession:
             finally:
                 self.progress.is_running = False
 
-        return accompanied
+        return wrapper
 
-    def _around_batch(self, train_on_batch: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_train_on_batch(self, train_on_batch: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(train_on_batch)
-        def accompanied(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             result = train_on_batch(*args, **kwargs)
             self.trained(1)
             self.boundary()
             return result
 
-        return accompanied
+        return wrapper
 
     # Called by the callbacks of `fit`.
 
@@ -282,7 +282,7 @@ class ManagedSession:
     def end_epoch(self, logs: Mapping[str, Any]) -> None:
         """Write the epoch's summaries and run its boundary."""
         if self._services.writer is not None and logs:
-            self._note({f"epoch_{name}": value for name, value in logs.items()}, self.global_step)
+            self._write_automatic_summary({f"epoch_{name}": value for name, value in logs.items()}, self.global_step)
         self.boundary()
 
     @property

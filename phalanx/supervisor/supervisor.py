@@ -110,7 +110,7 @@ class Supervisor:
         self._loops = LooperThreads()
         self._session: ManagedSession | None = None  # while one is open
         self._writer: EventWriter | None = None  # of the current session
-        self._writes = False  # whether this process saves automatically in the current session
+        self._saves_automatically = False  # whether this process saves automatically in the current session
         if save_summaries_secs and self._logdir is not None and self._is_chief:
             EventWriter(self._logdir)  # reports early what is missing
 
@@ -163,7 +163,7 @@ class Supervisor:
         if self._session is not None:
             raise ConfigurationError("This supervisor has a managed session already: leave it before the next one.")
         self._loops.clear()
-        session = self._session = self._begin(model, start_standard_services)
+        session = self._session = self._open_session(model, start_standard_services)
         grace_s = self._stop_grace_secs
         try:
             with overridden_methods(model, **session.methods):
@@ -187,13 +187,13 @@ class Supervisor:
         else:
             if self._loops.error is not None:
                 raise self._loops.error
-            if self._writes and session.checkpoints is not None:
+            if self._saves_automatically and session.checkpoints is not None:
                 write_marker(session.checkpoints.directory, session.checkpoints.claim)
         finally:
             self._session = None
             session.close()
 
-    def _begin(self, model: Any, services_start: bool) -> ManagedSession:
+    def _open_session(self, model: Any, services_start: bool) -> ManagedSession:
         if not hasattr(model, "save_weights"):
             raise ConfigurationError(f"managed_session() takes the Keras model that is to be trained; got {model!r}.")
         if not model.built:
@@ -206,8 +206,8 @@ class Supervisor:
             optimizer.build(model.trainable_variables)  # on all workers, which must have the same variables
         member = model_dispatch.member_of(model)
         self._is_chief = self._chief_of(member)
-        self._writes = self._is_chief and services_start and self._saver is not None
-        self._writer = self._make_writer() if services_start else None
+        self._saves_automatically = self._is_chief and services_start and self._saver is not None
+        self._writer = self._build_writer() if services_start else None
         checkpoints = None
         if self._logdir is not None:
             keep = None if self._saver is None else self._saver.max_to_keep
@@ -219,7 +219,7 @@ class Supervisor:
             is_chief=self._is_chief,
             services=SessionServices(
                 checkpoints,
-                self._save_model_secs if self._writes and checkpoints is not None else 0.0,
+                self._save_model_secs if self._saves_automatically and checkpoints is not None else 0.0,
                 self._writer,
                 self._summaries_s,
             ),
@@ -244,7 +244,7 @@ class Supervisor:
         writable raises before training."""
         restored = None
         if checkpoints is not None and self._saver is not None:
-            if self._writes:
+            if self._saves_automatically:
                 checkpoints.remove_partial_files()  # leftovers of a writer that was killed
             restored = checkpoints.restore(session.model)
         if restored is not None:
@@ -252,7 +252,7 @@ class Supervisor:
             logger.info("Restored step %d from %s.", restored.step, restored.path)
         elif self._init_fn is not None:
             self._init_fn(session)
-        if checkpoints is not None and self._writes:
+        if checkpoints is not None and self._saves_automatically:
             if restored is None and self._save_model_secs:
                 session.save()  # workers without a strategy wait for it
             # Even if nothing was saved, because the end of this session is announced too.
@@ -299,7 +299,7 @@ class Supervisor:
         given = self._save_summaries_secs
         return DEFAULT_SAVE_SUMMARIES_SECS if given is None else given
 
-    def _make_writer(self) -> EventWriter | None:
+    def _build_writer(self) -> EventWriter | None:
         if not self._is_chief or self._logdir is None or not self._summaries_s:
             return None
         if self._save_summaries_secs is None and not event_writer.is_available():

@@ -255,7 +255,7 @@ class ElasticRecovery:
     def _warm_up(self) -> None:
         """Compile the step before others wait for it. The resulting state is overwritten."""
         elastic, replica, engine = self._elastic, self._replica, self._model.engine
-        if not elastic.is_late or replica.micro_batches:
+        if not elastic.joined_late or replica.micro_batches:
             return
         batch = self._state.source.peek()
         world_size = replica.present_entry.members + 1

@@ -20,7 +20,7 @@ from phalanx.collectives.cross_device_ops import CrossDeviceOps
 from phalanx.collectives.host.recording_algorithm import RecordingAlgorithm
 from phalanx.elastic.elastic_communicator import ElasticCommunicator
 from phalanx.elastic.elastic_group import ElasticGroup
-from phalanx.elastic.entry_results import KEPT_BYTES
+from phalanx.elastic.entry_log import KEPT_BYTES
 from phalanx.errors import MembershipChangedError, UnsupportedError
 from phalanx.runtime.host_identity import host_identity
 from phalanx.training.preemption import PreemptionNotice
@@ -238,7 +238,7 @@ class Replica:
         if self._entry is not None:
             self._entry.depth += 1
             try:
-                with elastic.join_points.closed():
+                with elastic.join_points.blocked():
                     yield self._entry
             finally:
                 self._entry.depth -= 1
@@ -261,7 +261,7 @@ class Replica:
 
     def _open(self, entry: Entry, elastic: ElasticGroup, seed: Callable[[], int]) -> None:
         """Fetch what all participants of the entry must know, or publish it on the chief."""
-        if self.is_candidate and not elastic.is_late:
+        if self.is_candidate and not elastic.joined_late:
             return  # the job's first entry, in which its members meet
         if self.is_candidate:
             entry.fetch(elastic)

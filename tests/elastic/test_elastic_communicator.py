@@ -123,7 +123,7 @@ class Members:
         # that moment inherits the lock, and hangs in its first handshake.
         wait_until(lambda: not any(path.exists() for path in ours))
 
-    # See `ElasticJob`.
+    # See `LauncherActions`.
 
     def evict(self, task: str) -> None:
         self.evicted.append(task)
@@ -513,7 +513,7 @@ def test_a_large_result_is_kept_for_one_that_comes_later():
                 chief.coordinator.send(EntryFinished(0, result))
                 wait_until(lambda: server.coordinator.entries.current == 1)
                 with node(1, second) as late:
-                    assert late.is_late
+                    assert late.joined_late
                     assert late.query_entry(0) == EntryAlreadyFinished(0, result)
         finally:
             server.close()

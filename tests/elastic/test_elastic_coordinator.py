@@ -25,10 +25,10 @@ from phalanx.cluster.membership_messages import (
     unpack,
 )
 from phalanx.cluster.task_comparison import JobFacts, TaskDescription
-from phalanx.elastic import entry_results
+from phalanx.elastic import entry_log
 from phalanx.elastic.elastic_coordinator import CoordinatorState, ElasticCoordinator, LossCause
+from phalanx.elastic.eviction_policy import STUCK_GRACE_S
 from phalanx.elastic.member_table import MembershipLimits
-from phalanx.elastic.stuck_members import STUCK_GRACE_S
 from phalanx.transport.decoding import Decoder
 
 
@@ -64,7 +64,7 @@ class Job:
             limits, 0.0, job=self, send=lambda who, what: self.sent.append((who, what))
         )
 
-    # See `ElasticJob`.
+    # See `LauncherActions`.
 
     def evict(self, task: str) -> None:
         self.evicted.append(task)
@@ -367,9 +367,9 @@ def test_a_task_that_returns_has_not_finished():
     job = Job(minimum=3).running()
     job.send("a1", EntryFinished(0, b"result"))
     job.send("b1", LeaveNotice())
-    assert job.coordinator.table.needed == 1
+    assert job.coordinator.table.min_members == 1
     job.arrive("b2")
-    assert job.coordinator.table.needed == 3
+    assert job.coordinator.table.min_members == 3
 
 
 @pytest.mark.parametrize("known_before", [False, True])
@@ -677,7 +677,7 @@ def test_the_launcher_knows_of_an_end_before_the_network_does():
 
 
 def test_results_are_kept_as_long_as_there_is_room(monkeypatch):
-    monkeypatch.setattr(entry_results, "KEPT_BYTES", 10)
+    monkeypatch.setattr(entry_log, "KEPT_BYTES", 10)
     job = Job().running()
     job.send("a1", EntryFinished(0, b"12345678"))
     job.send("a1", EntryFinished(1, b"12345678"))
@@ -691,7 +691,7 @@ def test_results_are_kept_as_long_as_there_is_room(monkeypatch):
 
 
 def test_of_states_the_newest_are_kept(monkeypatch):
-    monkeypatch.setattr(entry_results, "KEPT_STATE_BYTES", 10)
+    monkeypatch.setattr(entry_log, "KEPT_STATE_BYTES", 10)
     job = Job().running()
     for entry in range(3):
         job.send("a1", EntryFinished(entry, b"result", b"1234"))

@@ -15,18 +15,18 @@ def test_others_join_before_steps_and_anywhere_in_an_open_section() -> None:
     assert not points.next_collective()
     assert may_join_before_a_step(points)
     assert not points.next_collective()  # the boundary was that of one collective
-    with points.open():
+    with points.anywhere():
         assert points.next_collective()
 
 
 def test_a_call_within_a_closed_call_leaves_it_closed() -> None:
     """A custom loop calls `fit`, whose callback calls `predict`: a process that joins would make neither call."""
     points = JoinPoints()
-    with points.open():
-        with points.closed():
-            with points.closed():
+    with points.anywhere():
+        with points.blocked():
+            with points.blocked():
                 assert not may_join_before_a_step(points)
             assert not may_join_before_a_step(points)
             assert not points.next_collective()
-        assert points.was_closed()
+        assert points.consume_blocked()
         assert points.next_collective()

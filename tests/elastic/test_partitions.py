@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.cluster.membership_messages import LossReport
-from phalanx.elastic.network_partitions import PATIENCE, ConnectionFailures, choose_evictions
+from phalanx.elastic.network_partitions import MAX_COMPLAINTS, ConnectionFailures, choose_evictions
 
 
 def report(*missing: str, late: bool = False, completed: int = 5) -> LossReport:
@@ -57,7 +57,7 @@ def test_who_is_dead_is_nobodys_quarrel():
 def test_the_same_pair_again_and_again_without_progress():
     """Another pair in between, so that the pair has not replaced its link right before."""
     failures = ConnectionFailures()
-    for generation in range(1, 2 * PATIENCE):
+    for generation in range(1, 2 * MAX_COMPLAINTS):
         assert not failures.severed
         a, b = (report("b"), report()) if generation % 2 else (report(), report("c"))
         failures.record(generation, {"a": a, "b": b, "c": report()})

@@ -14,7 +14,7 @@ def found(values: str, late: set[int]) -> list[tuple[int, int] | None]:
     """What each rank finds."""
 
     def replica(rank: int) -> Any:
-        elastic = SimpleNamespace(late_ranks=frozenset(late))
+        elastic = SimpleNamespace(late_joiner_ranks=frozenset(late))
         return SimpleNamespace(rank=rank, world_size=len(values), elastic=elastic)
 
     return [RankComparison(replica(rank)).difference(values) for rank in range(len(values))]

@@ -88,7 +88,7 @@ class ElasticSupervisor:
 
 
 class _JobActions:
-    """Implements `ElasticJob`: executes the coordinator's requests in the thread that runs the job."""
+    """Implements `LauncherActions`: executes the coordinator's requests in the thread that runs the job."""
 
     def __init__(self, job: JobSupervisor, observer: JobObserver):
         self._job = job

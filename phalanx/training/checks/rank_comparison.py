@@ -25,7 +25,7 @@ class RankComparison:
 
     def __init__(self, replica: Replica) -> None:
         self._rank = replica.rank
-        self._late = frozenset() if replica.elastic is None else replica.elastic.late_ranks
+        self._late = frozenset() if replica.elastic is None else replica.elastic.late_joiner_ranks
         self.reference_rank = next((rank for rank in range(replica.world_size) if rank not in self._late), 0)
 
     def difference(self, values: Sequence[Any]) -> RankDifference | None:
