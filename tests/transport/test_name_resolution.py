@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.cluster import doctor
 from phalanx.launcher.host_slots import HostSpec, find_local_name
-from phalanx.tensorflow1.task_probe import Answer, probe
+from phalanx.tensorflow1.task_probe import ProbeResult, probe
 from phalanx.transport import name_resolution
 from phalanx.transport.address import Address
 from phalanx.transport.ports import open_listening_sockets
@@ -43,7 +43,7 @@ def test_the_doctor_says_so() -> None:
 
 
 def test_a_task_of_an_unknown_address_is_silent() -> None:
-    assert probe(FAR, 0.05) is Answer.SILENT
+    assert probe(FAR, 0.05) is ProbeResult.SILENT
 
 
 def test_a_task_whose_own_name_is_asked_for_says_why_it_cannot_listen() -> None:
