@@ -62,7 +62,7 @@ class References:
         return self._other(thing)
 
     def _other(self, thing: Any) -> tuple[Any, ...] | None:
-        if not keras.ops.is_tensor(thing) or self._tensors.reduce(thing) is not NotImplemented:
+        if not keras.ops.is_tensor(thing) or self._tensors.pickle_reduce(thing) is not NotImplemented:
             return None  # ragged and sparse tensors are sent by their parts
         if hasattr(thing, "assign_add"):
             raise UnsupportedError(

@@ -31,12 +31,12 @@ class GradientRows(NamedTuple):
     """Some rows of a variable's gradient.
 
     Attributes:
-        numbers: Indices of the rows. An index may occur several times.
+        indices: Indices of the rows. An index may occur several times.
         gradients: One row for each index.
         is_batch_independent: Whether every batch looks up these rows, such as positions or a table that is read whole.
     """
 
-    numbers: Array
+    indices: Array
     gradients: Array
     is_batch_independent: bool = False
 

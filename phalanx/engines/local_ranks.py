@@ -129,7 +129,7 @@ class LocalRanks(Merge):
         ]
         merged, _ = self._contribute(_Contribution(layout, own))
         self.merged.append((layout, [np.array(array) for array in merged]))
-        for array, view in zip(merged, layout.cut(flats), strict=True):
+        for array, view in zip(merged, layout.unpack(flats), strict=True):
             np.copyto(view, array.reshape(view.shape))
         return flats
 

@@ -61,7 +61,7 @@ class MergeCollectives:
 
         def merge(arrays: Sequence[Array]) -> list[Array]:
             layout = StepLayout.of(arrays, gradient_weights(own), own)
-            return [np.array(array) for array in layout.cut(self._merge(layout, arrays, self.share))]
+            return [np.array(array) for array in layout.unpack(self._merge(layout, arrays, self.share))]
 
         return map_non_none(lambda present: self._call(merge, present) if present else [], gradients)
 

@@ -130,7 +130,7 @@ class StepLayout:
         """Number of elements of all arrays."""
         return sum(math.prod(shape) for shape in self.shapes)
 
-    def cut(self, flats: Sequence[Any]) -> list[Any]:
+    def unpack(self, flats: Sequence[Any]) -> list[Any]:
         """Return the arrays inside flat buffers: views of NumPy buffers, slices of traced ones."""
         return [
             flats[buffer][start:stop].reshape(shape)

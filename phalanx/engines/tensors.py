@@ -105,7 +105,7 @@ class Tensors(ABC):
         creation, if there are any."""
         return nullcontext()
 
-    def reduce(self, thing: Any) -> Any:
+    def pickle_reduce(self, thing: Any) -> Any:
         """Return the `__reduce_ex__` value for an object of the backend that the backend itself cannot pickle;
         NotImplemented for everything else, including dense tensors."""
         return NotImplemented

@@ -59,7 +59,7 @@ def _import(name: str, *rest: Any) -> Any:
     return _pandas if name == "pandas" else builtins.__import__(name, *rest)
 
 
-class _WithoutPandas(Loader):
+class _PandasFreeLoader(Loader):
     """Executes a module in which `import pandas` costs nothing."""
 
     def __init__(self, loader: Loader) -> None:
@@ -94,7 +94,7 @@ class _Finder:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = LazyLoader(spec.loader) if name in DEFERRED else _WithoutPandas(spec.loader)
+            spec.loader = LazyLoader(spec.loader) if name in DEFERRED else _PandasFreeLoader(spec.loader)
         return spec
 
     def _announced(self, spec: ModuleSpec | None) -> ModuleSpec | None:

@@ -29,7 +29,7 @@ def value_reducer(tensors: Tensors, *, with_weights: bool = False) -> Reducer:
 
     def reduced(obj: Any) -> Any:
         found = model_copies.reduce_keras_object(obj, with_weights=with_weights)
-        return tensors.reduce(obj) if found is NotImplemented else found
+        return tensors.pickle_reduce(obj) if found is NotImplemented else found
 
     return reduced
 

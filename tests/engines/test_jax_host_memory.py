@@ -26,7 +26,7 @@ class Merge:
     def __call__(self, layout, arrays, share):
         arrived.append(len(arrays))
         flats = layout.allocate()
-        for view, array in zip(layout.cut(flats), arrays, strict=True):
+        for view, array in zip(layout.unpack(flats), arrays, strict=True):
             view[...] = array
         return flats
 
@@ -40,7 +40,7 @@ class Servers(Merge):
     def __call__(self, layout, arrays, share):
         flats = super().__call__(layout, arrays, share)
         self.weights = [w - 0.1 * g for w, g in zip(self.weights, arrays, strict=False)]
-        for view, weight in zip(layout.cut(flats), self.weights, strict=False):
+        for view, weight in zip(layout.unpack(flats), self.weights, strict=False):
             view[...] = weight
         return flats
 

@@ -24,7 +24,7 @@ def test_ranks_meet_at_each_collective_in_turn():
         rows, start = ranks.all_gather(np.full((1 + rank, 2), rank), 0.5)
         arrays = [np.array([2.0 * rank + total[0]])] * 4
         layout = StepLayout.of(arrays, WEIGHTS)
-        merged = [float(array[0]) for array in layout.cut(ranks(layout, arrays, 0.25 if rank == 0 else 0.75))]
+        merged = [float(array[0]) for array in layout.unpack(ranks(layout, arrays, 0.25 if rank == 0 else 0.75))]
         return total.tolist(), rows[:, 0].tolist(), start, merged
 
     merged = [0.25 * 3 + 0.75 * 5, 8.0, 3.0, 5.0]

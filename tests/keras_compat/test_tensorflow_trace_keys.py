@@ -38,7 +38,7 @@ class Alone:
 
     def __call__(self, layout, arrays, share):
         flats = layout.allocate()
-        for view, array in zip(layout.cut(flats), arrays, strict=True):
+        for view, array in zip(layout.unpack(flats), arrays, strict=True):
             view[...] = array
         return flats
 

@@ -55,8 +55,8 @@ def test_what_a_placeholder_batch_computes_does_not_count_even_if_it_is_not_a_nu
     replica = _replica()
     array = np.full(3, np.nan, "float32")
     layout = StepLayout.of([array], [weight])
-    np.testing.assert_array_equal(layout.cut(StepMerge(replica)(layout, [array], 0.0))[0], merged)
-    np.testing.assert_array_equal(layout.cut(StepMerge(replica)(layout, [array], 1.0))[0], np.nan)
+    np.testing.assert_array_equal(layout.unpack(StepMerge(replica)(layout, [array], 0.0))[0], merged)
+    np.testing.assert_array_equal(layout.unpack(StepMerge(replica)(layout, [array], 1.0))[0], np.nan)
 
 
 FEW = TopK(0.1, values=None)

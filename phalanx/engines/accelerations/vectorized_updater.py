@@ -24,14 +24,14 @@ from phalanx.engines.updater import Updater, UpdaterPiece
 from phalanx.keras_compat.variables.optimizer_slots import OptimizerSlot
 
 Array = np.ndarray[Any, Any]
-Make = Callable[[str, Sequence[UpdaterPiece]], Updater]
+MakeUpdater = Callable[[str, Sequence[UpdaterPiece]], Updater]
 
 ELEMENTWISE = frozenset({"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Ftrl", "Lion", "Nadam", "RMSprop", "SGD"})
 """Keras's optimizers that compute each number by itself, unless they clip by norm."""
 
 
 def make_vectorized_updater(
-    make: Make, optimizer: str, pieces: Sequence[UpdaterPiece], ungrouped: Collection[int] = ()
+    make: MakeUpdater, optimizer: str, pieces: Sequence[UpdaterPiece], ungrouped: Collection[int] = ()
 ) -> Updater:
     """Return the updater that `make` creates for these pieces, grouped into vectors where that changes nothing.
 
@@ -81,14 +81,14 @@ class _Vector:
     """
 
     def __init__(self, pieces: Mapping[int, UpdaterPiece]):
-        self.numbers = tuple(pieces)
+        self.piece_indices = tuple(pieces)
         first, *others = pieces.values()
         values = [piece.value for piece in pieces.values()]
         # None for a single piece: it keeps its shape, and nothing is copied.
         self._vector = FlatBuffer([value.shape for value in values]) if others else None
         self.piece = first._replace(value=self.filled(values))
 
-    def cut(self, vector: Array) -> list[Array]:
+    def unpack(self, vector: Array) -> list[Array]:
         """Return the pieces of such a variable, as views."""
         return [vector] if self._vector is None else self._vector.unpack(vector)
 
@@ -131,7 +131,7 @@ class _PartLocations:
 
     def _cut(self, place: int, array: Array) -> list[Array]:
         vector = self._vectors[place]
-        return [array] if vector is None else vector.cut(array)
+        return [array] if vector is None else vector.unpack(array)
 
     def _filled(self, place: int, parts: Sequence[Any]) -> Any:
         vector = self._vectors[place]
@@ -151,12 +151,14 @@ class VectorizedUpdater(Updater):
         self.shares_buffers = updater.shares_buffers
         self._vectors = vectors
         # By number of the piece: its vector, and its index in that vector.
-        of_piece = {n: (place, part) for place, vector in enumerate(vectors) for part, n in enumerate(vector.numbers)}
+        of_piece = {
+            n: (place, part) for place, vector in enumerate(vectors) for part, n in enumerate(vector.piece_indices)
+        }
         self._values = _PartLocations(vectors, [of_piece[number] for number in sorted(of_piece)])
         # The inner optimizer has one variable for each vector and slot (momentum, ...), divided like the vector. What
         # belongs to no variable (the step count) stays whole.
         like = [vectors[slot.variable] if slot.variable >= 0 else None for slot in updater.slots]
-        numbers = [(-1,) if vector is None else vector.numbers for vector in like]
+        numbers = [(-1,) if vector is None else vector.piece_indices for vector in like]
         self._state = _PartLocations(
             like, [(place, part) for place, own in enumerate(numbers) for part in range(len(own))]
         )
@@ -166,7 +168,7 @@ class VectorizedUpdater(Updater):
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        return tuple(vector.numbers for vector in self._vectors)
+        return tuple(vector.piece_indices for vector in self._vectors)
 
     def apply(self, gradients: Sequence[Any]) -> None:
         self._updater.apply(gradients)

@@ -80,7 +80,7 @@ class ReplicaEngine(Engine):
         """Return the sums over all ranks of what they added to the metrics, and the means of their logs."""
         arrays = [*added, *logs]
         layout = StepLayout.of(arrays, [*self.metric_rules.weights, *[MergeWeight.SHARE] * len(logs)])
-        values = layout.cut(self._merge(layout, arrays, share)) if arrays else []
+        values = layout.unpack(self._merge(layout, arrays, share)) if arrays else []
         return values[: len(added)], values[len(added) :]
 
 

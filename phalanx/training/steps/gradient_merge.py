@@ -388,7 +388,7 @@ class CustomLoopMerge:
             # Residuals of earlier gradients are kept in the unit of the loss.
             self._merge.loss_scale = 1.0 if scale is None else float(keras.ops.convert_to_numpy(scale))
             layout = StepLayout.of(gradients, [MergeWeight.GRADIENT] * len(gradients), variables)
-            return [np.array(array) for array in layout.cut(self._merge(layout, gradients, 1.0))]
+            return [np.array(array) for array in layout.unpack(self._merge(layout, gradients, 1.0))]
 
         return merge
 
@@ -419,4 +419,4 @@ def _clear(arrays: Iterable[Array]) -> None:
 
 def _buffers(layout: StepLayout) -> tuple[list[Array], list[Array]]:
     flats = layout.allocate()
-    return flats, layout.cut(flats)
+    return flats, layout.unpack(flats)

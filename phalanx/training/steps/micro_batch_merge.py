@@ -96,7 +96,7 @@ class MicroBatchMerge:
         if micro.share:
             share = micro.share
             own = [each._replace(gradients=each.gradients * each.gradients.dtype.type(share)) for each in rows]
-            self._rows.append([each._replace(numbers=np.array(each.numbers)) for each in own])
+            self._rows.append([each._replace(indices=np.array(each.indices)) for each in own])
         if not self._ends_step():
             return list(rows)
         return [self._exchange_rows(number, like) for number, like in enumerate(rows)]
@@ -120,7 +120,7 @@ class MicroBatchMerge:
         flats = layout.allocate()
         for flat, total in zip(flats, merged[len(extremes) :], strict=True):
             np.copyto(flat, total, casting="unsafe")
-        views = layout.cut(flats)
+        views = layout.unpack(flats)
         for i, extreme in zip(extremes, merged, strict=False):
             views[i][...] = extreme.reshape(views[i].shape)
         return flats
@@ -184,12 +184,12 @@ class MicroBatchMerge:
         """Return the rows of one variable's gradient, from all micro-batches of all ranks."""
         own = [rows[number] for rows in self._rows]
         all_gather = self._replica.communicator.all_gather
-        lengths = np.concatenate(all_gather(np.array([len(rows.numbers) for rows in own], np.int64)))
+        lengths = np.concatenate(all_gather(np.array([len(rows.indices) for rows in own], np.int64)))
         ends = np.cumsum(lengths)[:-1]
         parts = [
             np.split(np.concatenate(all_gather(np.concatenate([empty, *of_micro]))), ends)
             for empty, of_micro in (
-                (like.numbers[:0], [rows.numbers for rows in own]),
+                (like.indices[:0], [rows.indices for rows in own]),
                 (like.gradients[:0], [rows.gradients for rows in own]),
             )
         ]
@@ -200,7 +200,7 @@ def _weighted(layout: StepLayout, arrays: Sequence[Array], micro: MicroBatch) ->
     """Return a micro-batch's terms of the sum: one array for each dtype of the layout, in the sum's dtype."""
     flats = layout.allocate()
     with np.errstate(all="ignore"):  # an overflow shows in the sum
-        for view, array, weight in zip(layout.cut(flats), arrays, layout.weights, strict=True):
+        for view, array, weight in zip(layout.unpack(flats), arrays, layout.weights, strict=True):
             if weight in (MergeWeight.GRADIENT, MergeWeight.SHARE) and array.dtype.kind not in "iub":
                 np.multiply(array, array.dtype.type(micro.share), out=view)
             elif weight is MergeWeight.ONE or micro.number == 0:

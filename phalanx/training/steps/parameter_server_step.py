@@ -195,7 +195,7 @@ class ParameterServerMerge(Merge):
 
     def all_reduce(self, local: Array, share: float) -> Array:
         layout = StepLayout.of([local], [MergeWeight.ONE])
-        return np.array(layout.cut(self(layout, [local], share))[0])
+        return np.array(layout.unpack(self(layout, [local], share))[0])
 
     def all_gather(self, local: Array, share: float) -> tuple[Array, int]:
         raise UnsupportedError(

@@ -130,7 +130,7 @@ class JaxEngine(ReplicaEngine):
         # `np.asarray` waits for the gradients. On CPUs it is a view of JAX's memory, which the merge only reads.
         flats = self._merge(packing.packed_layout, [np.asarray(array) for array in local.merged], share)
         # Large arrays are sent to a device one by one, in parallel.
-        merged = flats if self._compiler.pinned is None else packing.packed_layout.cut(flats)
+        merged = flats if self._compiler.pinned is None else packing.packed_layout.unpack(flats)
         update = self._update().choose(functions, packing, flats)
         # If servers make the update, the optimizer's variables do not change here, and are not passed.
         moved = [] if self._merge.updates_weights else optimizer

@@ -66,13 +66,13 @@ class OutputPacking:
 
     def read(self, flats: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
         """Read gradients, state, metrics and logs from the merged flat buffers."""
-        return self._sorted(self._contents.cut(flats))
+        return self._sorted(self._contents.unpack(flats))
 
     def read_packed(self, arrays: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:
         """Read the same from arrays like those that `join` returns."""
         pieces: list[Any] = []
         for group, array in zip(self.groups, arrays, strict=True):
-            pieces += self.layout.select(group).cut([jnp.ravel(array)])
+            pieces += self.layout.select(group).unpack([jnp.ravel(array)])
         return self._sorted(pieces)
 
     def _sorted(self, pieces: Sequence[Any]) -> tuple[Values, Values, Values, dict[str, Any]]:

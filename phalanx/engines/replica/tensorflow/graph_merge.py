@@ -149,7 +149,7 @@ class GraphMerge:
 
 
 def _cut(like: Sequence[Any], flats: Sequence[Any]) -> list[Any]:
-    """Return the tensors inside the flat buffers, in the shapes and dtypes of `like`, as `StepLayout.cut` does."""
+    """Return the tensors inside the flat buffers, in the shapes and dtypes of `like`, as `StepLayout.unpack` does."""
     by_dtype = dict(zip(dict.fromkeys(tensor.dtype for tensor in like), flats, strict=True))
     # Static shapes come from `like`: results of host calls have none.
     pieces: dict[Any, list[Any]] = {}

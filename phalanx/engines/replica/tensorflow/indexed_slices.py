@@ -40,7 +40,7 @@ def merge_slices(
     def gather_arrays(arrays: Sequence[Array]) -> list[Array]:
         pairs = zip(slices, arrays[::2], arrays[1::2], strict=True)
         merged = gather([GradientRows(numbers, rows, is_batch_independent[i]) for i, numbers, rows in pairs])
-        return [part for rows in merged for part in (rows.numbers, rows.gradients)]
+        return [part for rows in merged for part in (rows.indices, rows.gradients)]
 
     gathered = call_on_host(gather_arrays, tensors, [tensor.dtype for tensor in tensors])
     merged = {}

@@ -289,7 +289,7 @@ class TensorFlowEngine(ReplicaEngine):
 
         def on_merged(layout: StepLayout, flats: Sequence[Array]) -> None:
             if self._never_updated is None or self._never_updated:
-                counted = layout.cut(flats)[ends[1] : ends[2]]
+                counted = layout.unpack(flats)[ends[1] : ends[2]]
                 self._never_updated = step_logs.metrics_never_updated(self._never_updated, self._model, counted)
 
         values = self._graph.merge(tensors, of_all, on_merged, weights)

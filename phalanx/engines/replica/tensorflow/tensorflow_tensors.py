@@ -103,7 +103,7 @@ class TensorFlowTensors(Tensors):
         named = type(failure).__name__ in str(error) if isinstance(error, tf.errors.OpError) else bool(first_line)
         return failure if named and first_line[:80] in str(error) else None
 
-    def reduce(self, thing: Any) -> Any:
+    def pickle_reduce(self, thing: Any) -> Any:
         if isinstance(thing, tf.types.experimental.PolymorphicFunction):
             # Its own pickle contains what was traced here, which cannot be sent. It is traced again there.
             options = {

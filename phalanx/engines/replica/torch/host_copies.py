@@ -47,7 +47,7 @@ def all_from_host(arrays: Sequence[Array], device: Any) -> list[Any]:
 
 def cut_merged(layout: StepLayout, flats: Sequence[Array], device: Any) -> tuple[list[Array], list[Any]]:
     """Return the arrays inside a layout's flat buffers, also as tensors: over their memory, or copied to a GPU."""
-    arrays: list[Array] = layout.cut(flats)
+    arrays: list[Array] = layout.unpack(flats)
     if device.type == "cpu":
         return arrays, [from_host(array) for array in arrays]
-    return arrays, layout.cut(all_from_host(flats, device))
+    return arrays, layout.unpack(all_from_host(flats, device))
