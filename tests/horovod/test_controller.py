@@ -226,7 +226,7 @@ def test_without_a_cache_and_with_a_tiny_one_results_are_the_same() -> None:
             handles = {i: rank.start(f"t{i}", wake=False) for i in order}
             for handle in handles.values():
                 rank.controller.wait(handle)
-            found.append([handles[i].part.result[0][0] for i in range(6)])
+            found.append([handles[i].buffers.result[0][0] for i in range(6)])
         return found
 
     for capacity in (0, 2):
