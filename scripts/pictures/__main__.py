@@ -1,4 +1,4 @@
-"""Draws all pictures: `make pictures`. The jobs that they tell of run on this machine, and take a minute."""
+"""Draws all pictures: `make pictures`. The jobs that they show run on this machine and take a minute."""
 
 from __future__ import annotations
 

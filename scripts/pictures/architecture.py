@@ -1,4 +1,4 @@
-"""The processes of a job, and who speaks to whom."""
+"""Draws the processes of a job and their connections."""
 
 from __future__ import annotations
 

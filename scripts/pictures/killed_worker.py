@@ -1,4 +1,4 @@
-"""The life of a killed worker: what its job did, second by second, from the job's own events."""
+"""Draws the life of a killed worker and the activity of its job second by second, from the job's events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BEFORE_S, AFTER_S = 2.0, 2.0
 
 
 def draw(log_dir: Path) -> str:
-    """The picture of an elastic job in which one worker was killed once, and came back."""
+    """Draw an elastic job in which one worker was killed once and returned."""
     events = list(read_events(log_dir))
     killed_at = float((log_dir / KILLED_AT).read_text())
     generations = [event for event in events if isinstance(event, GenerationFormed)]

@@ -1,4 +1,4 @@
-"""Real jobs of a small model on this machine, of which the pictures tell."""
+"""Runs real jobs of a small model on this machine for the pictures."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ model.fit(x, y, batch_size=64, epochs=EPOCHS, verbose=2)
 
 
 def run_job(folder: Path, options: list[str], epochs: int, watch: Callable[[Path], None] = lambda log_dir: None) -> str:
-    """What a job shows on a terminal.
+    """Run a job, and return its terminal output.
 
     Args:
-        folder: An empty one; `folder / "log"` is the log directory.
-        options: of `phalanx run`.
-        epochs: of the training.
-        watch: Called in a thread of its own with the log directory.
+        folder: Empty folder; `folder / "log"` is the log directory.
+        options: Options of `phalanx run`.
+        epochs: Number of epochs.
+        watch: Function to call with the log directory in a separate thread.
     """
     (folder / "train.py").write_text(PROGRAM.replace("EPOCHS", str(epochs)))
     command = [sys.executable, "-m", "phalanx", "run", *options, "--log-dir", "log", "train.py"]
@@ -71,7 +71,7 @@ def run_job(folder: Path, options: list[str], epochs: int, watch: Callable[[Path
 
 
 def kill_a_worker(task: str, at_epoch: int) -> Callable[[Path], None]:
-    """For `watch`: kills a worker, as `kill -9` does, once it is in an epoch. The time is in the file `killed-at`."""
+    """Return a function for `watch` that kills a worker (`kill -9`) in an epoch and writes the time to `killed-at`."""
 
     def watch(log_dir: Path) -> None:
         while (pid := _pid_in_epoch(log_dir, task, at_epoch)) is None:
@@ -95,7 +95,7 @@ def _pid_in_epoch(log_dir: Path, task: str, epoch: int) -> int | None:
 
 
 def read_timeline(path: Path) -> list[dict[str, Any]]:
-    """The events of a `--timeline-filename`."""
+    """Return the events of a file that `--timeline-filename` has recorded."""
     text = path.read_text().rstrip().rstrip(",")
     events: list[dict[str, Any]] = json.loads(text if text.endswith("]") else text + "]")
     return events

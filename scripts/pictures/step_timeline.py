@@ -1,4 +1,4 @@
-"""A training step on two replicas, from a timeline that `--timeline-filename` has recorded."""
+"""Draws a training step on two replicas from a timeline that `--timeline-filename` has recorded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRAINING, COLLECTIVE = 1, 2
 
 
 class Span(NamedTuple):
-    """A part of a step; times in microseconds."""
+    """A part of a step. Times are in microseconds."""
 
     rank: int
     track: int
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 def draw(timeline: Path) -> str:
-    """The picture of a fast step in the second half of a job of two workers: one of fifty is faster."""
+    """Draw a fast step in the second half of a job of two workers: one of fifty is faster."""
     spans = [
         Span(event["pid"], event["tid"], event["name"], event["ts"], event["ts"] + event["dur"])
         for event in read_timeline(timeline)
@@ -36,7 +36,7 @@ def draw(timeline: Path) -> str:
     ]
     begin, end = _fast_step(spans)
     shown = [each for each in spans if each.begin < end and each.end > begin]
-    shown.sort(key=lambda each: (each.begin, -each.end))  # what is inside of another comes later, and is on top
+    shown.sort(key=lambda each: (each.begin, -each.end))  # nested spans come later and are drawn on top
     scale = (WIDTH - LEFT - RIGHT) / (end - begin)
     ranks = sorted({each.rank for each in shown})
     below = TOP + LANE * len(ranks) - 10

@@ -1,6 +1,6 @@
-"""A drawing: shapes and text in colors that fit light and dark pages.
+"""Drawings: shapes and text in colors for light and dark pages.
 
-Alone, as in the README, a drawing follows the reader's system. In the site it is part of the page
+By itself, as in the README, a drawing follows the reader's system. In the site, it is part of the page
 (`scripts/docs_hooks.py`) and follows the palette: `docs/stylesheets/phalanx.css` sets the same colors.
 """
 
@@ -50,17 +50,17 @@ STYLE = (
 
 
 def themed(plot: str, text: str) -> str:
-    """A plot of Matplotlib, whose text has the color `text`, in the colors of the page."""
+    """Return a Matplotlib plot, whose text has the color `text`, in the colors of the page."""
     svg = plot[plot.index("<svg") :].replace(text, "var(--text)")
     return svg.replace("<svg ", f'<svg class="{CLASS}" ', 1).replace(">", f">\n<style>{STYLE}</style>", 1)
 
 
 class Drawing:
-    """Shapes are added in order; `str` is the SVG.
+    """A drawing to which shapes are added in order; `str` returns the SVG.
 
     Args:
-        width, height: in pixels.
-        title: What a screen reader says.
+        width, height: Size in pixels.
+        title: Text for screen readers.
     """
 
     def __init__(self, width: int, height: int, title: str):
@@ -87,7 +87,7 @@ class Drawing:
         stroke: str | None = None,
         radius: float = 6,
     ) -> None:
-        """A rectangle with its left upper corner at (x, y)."""
+        """Add a rectangle with its upper left corner at (x, y)."""
         border = f' stroke="var(--{stroke})"' if stroke else ""
         self._shapes.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="{radius}" '
@@ -104,7 +104,7 @@ class Drawing:
         anchor: str = "start",
         bold: bool = False,
     ) -> None:
-        """One line; y is its base line."""
+        """Add one line of text with its baseline at y."""
         weight = ' font-weight="600"' if bold else ""
         self._shapes.append(
             f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"{weight} '
@@ -112,7 +112,7 @@ class Drawing:
         )
 
     def line(self, points: list[tuple[float, float]], color: str = "line", width: float = 1.5, dash: str = "") -> None:
-        """Straight lines from point to point."""
+        """Add straight lines from point to point."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         dashes = f' stroke-dasharray="{dash}"' if dash else ""
         self._shapes.append(
@@ -120,7 +120,7 @@ class Drawing:
         )
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], color: str = "line") -> None:
-        """A line with a head, horizontal or vertical."""
+        """Add a horizontal or vertical line with an arrowhead."""
         (x0, y0), (x1, y1) = start, end
         self.line([start, end], color)
         step = 7

@@ -1,4 +1,4 @@
-"""A terminal that shows what a job has printed, in its own colors."""
+"""Draws a terminal with the output of a job in its colors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 COLUMNS = 104
-# Rich's own format fetches a font from a CDN; every reader has a monospaced one.
+# Rich's own format fetches a font from a CDN, but every reader has a monospaced font.
 _FONT_FACES = CONSOLE_SVG_FORMAT[
     CONSOLE_SVG_FORMAT.index("@font-face") : CONSOLE_SVG_FORMAT.index(".{unique_id}-matrix")
 ]
@@ -17,12 +17,12 @@ FORMAT = CONSOLE_SVG_FORMAT.replace(_FONT_FACES, "").replace("Fira Code", "Menlo
 
 
 def draw(command: str, shown: str, title: str) -> str:
-    """The picture of a terminal after a command.
+    """Draw a terminal after a command.
 
     Args:
-        command: as the user has typed it.
-        shown: What it has printed, with its colors.
-        title: of the window.
+        command: Command as typed by the user.
+        shown: Output of the command, with its colors.
+        title: Title of the window.
     """
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Text.assemble(("$ ", "bold green"), (command, "bold")))

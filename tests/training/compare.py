@@ -1,4 +1,4 @@
-"""Two findings are equal, or the place where they differ is named."""
+"""Compares findings, and names the place where they differ."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def assert_close(actual: Any, expected: Any, tolerance: float, place: str = "") 
     """Compare nested dicts and lists of numbers, arrays and strings.
 
     Args:
-        tolerance: relative, and absolute.
+        tolerance: Relative and absolute tolerance.
 
     Raises: AssertionError that names the place.
     """

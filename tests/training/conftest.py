@@ -1,4 +1,4 @@
-"""Scenarios are run by job, not by test: the first test that asks starts the job for all that were selected."""
+"""Scenarios run per job, not per test: the first test that needs a job starts it for all selected scenarios."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ FindingsOf = Callable[[str, int], Findings]
 
 @pytest.fixture(scope="module")
 def findings(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> FindingsOf:
-    """`findings(backend, world_size)`: what the selected scenarios found in such a job, run once.
+    """`findings(backend, world_size)`: findings of the selected scenarios in such a job, which runs once.
 
-    The test module has SCENARIOS, and TABLE: the name of the module that a worker finds them in.
+    The test module has SCENARIOS, and TABLE: the name of the module in which a worker finds them.
     """
     scenarios = request.module.SCENARIOS
-    selected: dict[tuple[str, int], dict[str, None]] = {}  # in order, each once
+    selected: dict[tuple[str, int], dict[str, None]] = {}  # in order, without duplicates
     for item in request.session.items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         if item.module is request.module and {"backend", "world_size", "scenario"} <= parameters.keys():

@@ -1,8 +1,8 @@
-"""Trains with `CommunicationOptions(deterministic=True)`, and writes down every bit that comes of it.
+"""Trains with `CommunicationOptions(deterministic=True)`, and records every bit of the results.
 
     deterministic_program.py FILE MICRO_BATCHES DROPOUT MODEL ...
 
-The chief writes FILE. Alone and without dropout, it trains the models with plain Keras as well.
+The chief writes FILE. As a single process without dropout, it trains the models with plain Keras as well.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def train_mlp(model: Any) -> dict[str, Any]:
 
 
 def sequence(dropout: float) -> Any:
-    """Masks, whose losses divide by what is left of the global batch; an optimizer that accumulates gradients."""
+    """Masks, whose losses divide by the unmasked part of the global batch; an optimizer that accumulates gradients."""
     layers = [L.Embedding(30, 8, mask_zero=True), L.Dropout(dropout, seed=5), L.GRU(12, return_sequences=True)]
     model = keras.Sequential([keras.Input((7,), dtype="int32"), *layers, L.Dense(30)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -89,7 +89,7 @@ def train_sequence(model: Any) -> dict[str, Any]:
 
 
 def rows(dropout: float) -> Any:
-    """Rows of embeddings: those of tokens occur several times in a batch, those of positions in each sample."""
+    """Rows of embeddings: token rows occur several times in a batch, position rows occur in each sample."""
     tokens, positions = keras.Input((7,), dtype="int32"), keras.Input((7,), dtype="int32")
     embedded = L.Embedding(11, 8)(tokens) + L.Embedding(7, 8)(positions)
     model = keras.Model([tokens, positions], L.Dense(1)(L.Flatten()(L.Dropout(dropout)(embedded))))
@@ -104,7 +104,7 @@ def train_rows(model: Any) -> dict[str, Any]:
 
 
 def convolution(dropout: float) -> Any:
-    """On PyTorch there is no `steps_per_execution`."""
+    """A convolutional model. PyTorch has no `steps_per_execution`."""
     steps = 1 if keras.backend.backend() == "torch" else 2
     layers = [L.Conv2D(8, 3), L.BatchNormalization(), L.ReLU(), L.SpatialDropout2D(dropout), L.GlobalMaxPooling2D()]
     model = keras.Sequential([keras.Input((9, 9, 2)), *layers, L.Dense(3)])

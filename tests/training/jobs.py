@@ -1,4 +1,4 @@
-"""Runs scenarios in real jobs: one process start for many of them."""
+"""Runs scenarios in real jobs, many scenarios per process start."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.support.programs import environment
 
 START_BOUND_S = 90.0
 SCENARIO_BOUND_S = 30.0
-"""Against hanging only; a scenario takes about a second on a free core."""
+"""Limit for hanging scenarios. A scenario takes about a second on a free core."""
 
 
 @dataclass
 class Findings:
-    """What a job left behind.
+    """Findings of a job.
 
     Attributes:
-        folder: with a pickle for each scenario and rank.
-        world_size: 1 is Keras alone.
-        output: of all its processes, with the exit code.
+        folder: Folder with a pickle per scenario and rank.
+        world_size: Number of ranks; 1 for plain Keras.
+        output: Output of all its processes, with the exit code.
     """
 
     folder: Path
@@ -34,7 +34,7 @@ class Findings:
     output: str
 
     def of(self, scenario: str) -> list[dict[str, Any]]:
-        """Each rank's findings. AssertionError with the job's output if it did not come that far."""
+        """Return the findings of each rank. AssertionError with the job's output if it did not get that far."""
         found = []
         for rank in range(self.world_size):
             path = self.folder / f"{scenario}.{rank}"
@@ -46,7 +46,7 @@ class Findings:
 def run_scenarios(
     folder: Path, table: str, backend: str, world_size: int, names: Sequence[str], kind: str = "plain"
 ) -> Findings:
-    """Run scenarios of a table in a job of `world_size` ranks; if that is 1, in a process of the worker's `kind`."""
+    """Run scenarios of a table in a job of `world_size` ranks, or for 1 in a process of the worker's `kind`."""
     folder.mkdir(parents=True)
     module = ["-m", "tests.training.worker"]
     if world_size == 1:
@@ -57,6 +57,6 @@ def run_scenarios(
     bound_s = START_BOUND_S + SCENARIO_BOUND_S * len(names)
     settings = environment(backend)
     if kind == "plain" and world_size == 1:
-        settings |= thread_settings(1)  # as each worker of a job has them: threads that wait for each other spin
+        settings |= thread_settings(1)  # as in each worker of a job, because threads that wait for each other spin
     code, output = finish(command, settings, bound_s=bound_s, start=fork_server.popen)
     return Findings(folder, world_size, f"{output}\nexit code {code}")

@@ -1,4 +1,4 @@
-"""The test of one scenario: the ranks agree with each other and with plain Keras."""
+"""Tests one scenario: the ranks agree with each other and with plain Keras."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.training.scenarios.registry import Scenario, Table
 
 WORLDS = (2, 3)
 BOUND_S = 3600
-"""Against hanging only: the first test of a job runs it for all."""
+"""Limit for hanging jobs. The first test of a job runs it for all tests."""
 
 
 def cases(table: Table) -> list[Any]:
-    """The parameters (backend, world_size, scenario) of all tests, for the backends that the environment names."""
+    """Return the parameters (backend, world_size, scenario) of all tests for the backends of the environment."""
     found = []
     for backend in BACKENDS:
         for world_size in WORLDS:
@@ -63,10 +63,10 @@ def _value(found: dict[str, Any], who: str) -> dict[str, Any]:
 
 
 def shared_values(found: dict[str, Any], who: str) -> dict[str, Any]:
-    """What a process found that must be the same on all ranks; the test fails if it raised instead."""
+    """Return the findings of a process that must be equal on all ranks. Fail the test if the process raised instead."""
     return _shared(_value(found, who))
 
 
 def _shared(value: dict[str, Any]) -> dict[str, Any]:
-    """What must be the same on all ranks."""
+    """Return the values that must be equal on all ranks."""
     return {key: item for key, item in value.items() if not key.startswith("own_")}

@@ -1,4 +1,4 @@
-"""A program that is killed or told to end, and started again: `test_resuming.py`.
+"""A program that is killed or stopped, and then restarted: `test_resuming.py`.
 
 python resumed_program.py CHECKPOINTS RESULT [dropout] [diloco] [topk]
 """
@@ -23,8 +23,8 @@ STEPS = 15
 
 
 class AtStep(keras.callbacks.Callback):
-    """What a test wants to happen: `PAUSE` seconds after each step, so that there is time to act; at step `DIE` of its
-    first life the process of rank `VICTIM` is gone; after each step rank 0 says how far it is."""
+    """Events for a test: pauses for `PAUSE` seconds after each step, so that there is time to act. The process of rank
+    `VICTIM` dies at step `DIE` of its first life. Rank 0 reports its progress after each step."""
 
     def __init__(self, folder: Path, rank: int):
         super().__init__()
@@ -61,10 +61,10 @@ def main() -> None:
     with strategy.scope():
         model = keras.Sequential([*layers, keras.layers.Dense(10)])
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        # The replicas of DiLoCo have moments of their own, of which a checkpoint keeps the chief's.
+        # Each replica of DiLoCo has its own moments, and a checkpoint keeps those of the chief.
         optimizer = keras.optimizers.SGD(0.1) if "diloco" in sys.argv else keras.optimizers.Adam(1e-2)
         model.compile(optimizer, loss, metrics=["accuracy"])
-    # Keras begins each validation with the first two batches of a generator, and continues after those it has read.
+    # Keras begins each validation with the first two batches of a generator, then continues where it stopped reading.
     validation = ((x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, len(x), BATCH))
     folder.mkdir(exist_ok=True)
     (folder / f"process.{strategy.rank}").write_text(str(os.getpid()))

@@ -37,8 +37,8 @@ class Recording:
     """A coordination of one process that trains `BATCHES` batches in each epoch.
 
     Args:
-        abandoned: epochs that end without logs, because the chief has gone back; each once.
-        stops_at: the step after which an epoch stops.
+        abandoned: Epochs that end without logs, because the chief has gone back; each once.
+        stops_at: The step after which an epoch stops.
     """
 
     def __init__(self, state: FitState, *, group: int = 1, abandoned: set[int] | None = None, stops_at: int = -1):

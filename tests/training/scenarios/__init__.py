@@ -1,4 +1,4 @@
-"""What is trained both with and without Phalanx, to be compared: importing this package registers all scenarios."""
+"""Scenarios that are trained with and without Phalanx and compared. Importing this package registers all of them."""
 
 from tests.training.scenarios import (
     batches,

@@ -1,4 +1,4 @@
-"""The methods that take one batch."""
+"""Methods that take one batch."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def outputs_without_a_row_for_each_sample(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=EACH_KIND)
 def samples_along_another_axis_of_outputs(setting: Setting) -> dict[str, Any]:
-    """The loss knows which one it is."""
+    """The loss knows which axis it is."""
 
     class Closer(keras.losses.Loss):
         def call(self, y: Any, y_pred: Any) -> Any:
@@ -115,7 +115,7 @@ def outputs_of_a_batch_as_a_whole(setting: Setting) -> dict[str, Any]:
 
 
 class CenteredOutsideOfTraining(keras.layers.Layer):
-    """Trains as the identity, so that steps do not show what it does."""
+    """The identity in training, so that its effect is not visible in steps."""
 
     def call(self, inputs: Any, training: bool = False) -> Any:
         return inputs if training else inputs - ops.mean(inputs, axis=0, keepdims=True)
@@ -149,7 +149,7 @@ def validation_of_outputs_that_depend_on_their_batch(setting: Setting) -> dict[s
 
 class OwnPredictStep(keras.Sequential):
     def predict_step(self, *arguments: Any) -> Any:
-        # JAX gives its state, and wants it back.
+        # JAX passes its state and expects it back.
         outputs = super().predict_step(*arguments)
         if keras.backend.backend() == "jax":
             outputs, state = outputs

@@ -23,7 +23,7 @@ from tests.training.scenarios.registry import BACKENDS, ONE_BACKEND, Setting, sc
 
 
 class Record(callbacks.Callback):
-    """Every log that this rank's callbacks see."""
+    """Records every log that callbacks of this rank see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def early_stopping_restores_the_best(setting: Setting) -> dict[str, Any]:
 
 @scenario()
 def learning_rate_callbacks(setting: Setting) -> dict[str, Any]:
-    """The rate is in the logs, after the plateau and the schedule have set it."""
+    """The logs contain the rate after the plateau and the schedule have set it."""
     model = compiled(setting, optimizer=keras.optimizers.SGD(3.0))
     plateau = callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=0.05)
     first = fitted(model, callbacks=[plateau], epochs=6)
@@ -83,7 +83,7 @@ def learning_rate_set_at_batches(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=ONE_BACKEND)
 def learning_rate_set_at_batches_by_the_chief_alone(setting: Setting) -> dict[str, Any]:
-    """What only the chief decides holds for all."""
+    """Decisions of the chief apply to all ranks."""
 
     class Halve(callbacks.Callback):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -106,7 +106,7 @@ def learning_rate_set_by_the_chief_alone_under_loss_scaling(setting: Setting) ->
 
 @scenario(plain=False)
 def callbacks_that_only_the_chief_has(setting: Setting) -> dict[str, Any]:
-    """One of them ends the training, for all."""
+    """One of them ends the training on all ranks."""
 
     class Stop(callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -129,7 +129,7 @@ def validation_without_data_says_nothing(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=ONE_BACKEND)
 def terminate_on_nan(setting: Setting) -> dict[str, Any]:
-    """It stops after the batch, with callbacks of the program and without."""
+    """It stops after the batch, with and without callbacks of the program."""
     x = features()
     x[20] = np.nan
     seen, record = [], Record()
@@ -143,7 +143,7 @@ def terminate_on_nan(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=ONE_BACKEND)
 def terminate_on_nan_by_an_error(setting: Setting) -> dict[str, Any]:
-    """Which the program catches, on all ranks, and trains on with good data."""
+    """The program catches the error on all ranks and continues training with good data."""
     x, caught = features(), []
     x[20] = np.nan
     model = compiled(setting)
@@ -161,7 +161,7 @@ def terminate_on_nan_by_an_error(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=ONE_BACKEND)
 def one_rank_stops_all(setting: Setting) -> dict[str, Any]:
-    """The last rank alone asks for the end, after batch 1 of epoch 1."""
+    """Only the last rank requests the end, after batch 1 of epoch 1."""
 
     class Stop(callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -188,7 +188,7 @@ def one_rank_stops_all_at_the_end_of_an_epoch(setting: Setting) -> dict[str, Any
 
 @scenario()
 def stopped_before_the_first_step(setting: Setting) -> dict[str, Any]:
-    """By the last rank alone, when an epoch begins and when the training does: one step more is made."""
+    """Stopped by the last rank alone, at the beginning of an epoch and of the training: one more step is taken."""
 
     def stop(*now: Any) -> None:
         model.stop_training = now[0] in (1, {}, None) and setting.rank == setting.world_size - 1
@@ -202,7 +202,8 @@ def stopped_before_the_first_step(setting: Setting) -> dict[str, Any]:
 
 @scenario(backends=("jax", "tensorflow"), quick=ONE_BACKEND)
 def stopped_in_an_incomplete_group(setting: Setting) -> dict[str, Any]:
-    """By the last rank alone, after the last of five steps in groups of three: all know it when the epoch ends."""
+    """Stopped by the last rank alone, after the last of five steps in groups of three: all stop at the end of the
+    epoch."""
     seen: list[bool] = []
 
     class Stop(callbacks.Callback):
@@ -219,7 +220,7 @@ def stopped_in_an_incomplete_group(setting: Setting) -> dict[str, Any]:
 
 @scenario()
 def outputs_seen_by_callbacks(setting: Setting) -> dict[str, Any]:
-    """They are those of all replicas, and of all batches of an execution."""
+    """They include all replicas and all batches of an execution."""
     seen: list[Any] = []
     look = callbacks.LambdaCallback()
     look.on_predict_batch_end = lambda batch, logs: seen.append(  # type: ignore[method-assign]
@@ -244,7 +245,7 @@ def evaluation_stopped_by_a_callback(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=ONE_BACKEND)
 def stopped_before_the_first_batch(setting: Setting) -> dict[str, Any]:
-    """An evaluation and a prediction, by the last rank alone: one batch is computed."""
+    """The last rank alone stops an evaluation and a prediction: one batch is computed."""
 
     class Stop(callbacks.Callback):
         def on_test_begin(self, logs: Any = None) -> None:
@@ -261,7 +262,7 @@ def stopped_before_the_first_batch(setting: Setting) -> dict[str, Any]:
 
 @scenario(plain=False, quick=ONE_BACKEND)
 def what_the_chief_alone_evaluates_leaves_the_logs_as_they_are(setting: Setting) -> dict[str, Any]:
-    """In the middle of an epoch, too: logs and metrics continue as if nothing had been evaluated."""
+    """Even in the middle of an epoch, logs and metrics continue as if nothing had been evaluated."""
 
     class Evaluate(callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -278,7 +279,7 @@ def what_the_chief_alone_evaluates_leaves_the_logs_as_they_are(setting: Setting)
 
 @scenario(quick=ONE_BACKEND)
 def only_the_chief_writes(setting: Setting) -> dict[str, Any]:
-    """Each rank names files of its own; the chief's appear, the others' do not."""
+    """Each rank names its own files. Only those of the chief appear."""
     folder = setting.folder
     model = compiled(setting, metrics=["accuracy"])
     fitted(
@@ -298,7 +299,7 @@ def only_the_chief_writes(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=ONE_BACKEND)
 def the_chief_writes_to_a_store(setting: Setting) -> dict[str, Any]:
-    """Each rank's `memory://` is its own; what the chief has written there, it resumes from."""
+    """Each rank has its own `memory://`. The chief resumes from what it has written there."""
     run = f"memory://the_chief_writes_to_a_store/{setting.rank}"
     backup = callbacks.BackupAndRestore(f"{run}/backup", delete_checkpoint=False)
     saved = callbacks.ModelCheckpoint(f"{run}/{{epoch}}.weights.h5", save_weights_only=True)
@@ -313,7 +314,7 @@ def the_chief_writes_to_a_store(setting: Setting) -> dict[str, Any]:
 
 @scenario()
 def callbacks_derived_from_the_chiefs(setting: Setting) -> dict[str, Any]:
-    """They see batches, set the learning rate, add to the logs and end the training: for all."""
+    """They see batches, set the learning rate, add to the logs and end the training, all with effect on all ranks."""
 
     class Log(callbacks.CSVLogger):
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -333,7 +334,7 @@ def callbacks_derived_from_the_chiefs(setting: Setting) -> dict[str, Any]:
 
 
 class Predicting(Record):
-    """Judges what it sees by predictions, and ends the training within an epoch."""
+    """Makes decisions by predictions, and ends the training within an epoch."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
@@ -346,7 +347,7 @@ class Predicting(Record):
 
 @scenario()
 def callbacks_wrapped_in_on_chief(setting: Setting) -> dict[str, Any]:
-    """The chief alone runs them, and alone calls the function that creates one; what they decide holds for all."""
+    """Only the chief runs them and calls the function that creates one. Their decisions apply to all ranks."""
     wrapped, created = Record(), []
 
     def create() -> Any:
@@ -364,7 +365,7 @@ def callbacks_wrapped_in_on_chief(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=ONE_BACKEND)
 def rates_inside_a_multi_optimizer_are_the_chiefs(setting: Setting) -> dict[str, Any]:
-    """As that of a single optimizer is, where a callback sets it on the chief alone."""
+    """As for a single optimizer, if a callback sets the rate only on the chief."""
     inner = keras.optimizers.SGD(0.2)
     optimizers = keras.optimizers.OptimizerMap(inner, {".*bias": keras.optimizers.Adam(0.01)})
 
@@ -378,7 +379,7 @@ def rates_inside_a_multi_optimizer_are_the_chiefs(setting: Setting) -> dict[str,
 
 @scenario(plain=False, quick=ONE_BACKEND)
 def known_loggers_run_on_the_chief(setting: Setting) -> dict[str, Any]:
-    """They are told by the package of their class. The ranks agree on nothing after each batch because of them."""
+    """They are recognized by the package of their class. They cause no agreement of the ranks after each batch."""
 
     class Logger(Record):
         __module__ = "wandb.integration.keras.callbacks.metrics_logger"
@@ -399,7 +400,7 @@ def known_loggers_run_on_the_chief(setting: Setting) -> dict[str, Any]:
 
 @scenario(plain=False, quick=ONE_BACKEND)
 def what_the_chief_asks_for_all_receive(setting: Setting) -> dict[str, Any]:
-    """Its result, and that it failed: a search for hyperparameters must not go on without the others."""
+    """All receive its result or its failure: a hyperparameter search must not continue without the others."""
 
     def fail() -> None:
         raise KeyError("units")
@@ -430,7 +431,8 @@ def tensorboard_of_the_chief(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=ONE_BACKEND)
 def backup_resumes_exactly(setting: Setting) -> dict[str, Any]:
-    """Broken off after two of four epochs and begun again in a new model: as if nothing had been."""
+    """Interrupted after two of four epochs and resumed in a new model, with the same results as without
+    interruption."""
 
     class Break(callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -494,7 +496,7 @@ def two_lines_per_epoch(setting: Setting) -> dict[str, Any]:
 
 @scenario()
 def weights_read_and_changed_at_batches(setting: Setting) -> dict[str, Any]:
-    """A callback that clips the weights after each step, alike on every rank."""
+    """A callback that clips the weights after each step, equally on every rank."""
 
     class Clip(callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -518,18 +520,18 @@ def swap_ema_weights(setting: Setting) -> dict[str, Any]:
 def lambda_callback(setting: Setting) -> dict[str, Any]:
     seen: list[Any] = []
     hook = callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: seen.append((batch, float(logs["loss"]))))
-    # Keras runs the hooks of a callback that is in no list in a pool of threads, on a loaded machine in any order.
+    # Keras runs hooks of a callback outside a list in a thread pool, in any order on a loaded machine.
     return fitted(compiled(setting), callbacks=hook) | {"seen": sorted(seen)}
 
 
 @scenario(plain=False)
 def a_checkpoint_of_ones_own_may_predict(setting: Setting) -> dict[str, Any]:
-    """Only the chief runs it, as it writes files; so what it predicts is predicted by the chief alone."""
+    """It writes files, so only the chief runs it, and its predictions are computed by the chief alone."""
     x, y = features(), labels()
 
     class Judged(callbacks.ModelCheckpoint):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.on_train_batch_end(0)  # another hook of its own
+            self.on_train_batch_end(0)  # another of its own hooks
             right = self.model.predict(x, verbose=0).argmax(1) == y
             self.model.evaluate(x, y, verbose=0)
             super().on_epoch_end(epoch, {**(logs or {}), "right": float(right.mean())})
@@ -562,7 +564,7 @@ def all_ranks_may_save_the_same_file_and_read_it(setting: Setting) -> dict[str, 
 
 @scenario()
 def saved_between_two_updates(setting: Setting) -> dict[str, Any]:
-    """What the optimizer has accumulated is in the file as well. Only the chief is given the callback."""
+    """The file also contains what the optimizer has accumulated. Only the chief has the callback."""
     path = setting.shared / "middle.keras"
     model = compiled(setting, optimizer=keras.optimizers.SGD(0.2, gradient_accumulation_steps=3))
     saver = [callbacks.ModelCheckpoint(path, save_freq=2)] if setting.rank == 0 else []

@@ -1,5 +1,5 @@
 """Programs that change their optimizer or model: between calls of `fit`, from callbacks, and by learning-rate schedules
-that Keras could not create again. The optimizer that updates is the program's own object, as it is at each step."""
+that Keras cannot recreate. The optimizer that updates is the program's own object, in its state at each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.training.scenarios.registry import EACH_KIND, ONE_BACKEND, Setting, a
 
 
 class _Bare(optimizers.schedules.LearningRateSchedule):
-    """Cannot be serialised: it has no `get_config`."""
+    """Cannot be serialized, because it has no `get_config`."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -26,7 +26,7 @@ class _Bare(optimizers.schedules.LearningRateSchedule):
 
 
 class _Unregistered(_Bare):
-    """Cannot be deserialised: Keras does not know the class."""
+    """Cannot be deserialized, because the class is not registered with Keras."""
 
     def get_config(self) -> dict[str, Any]:
         return {"rate": self.rate}
@@ -64,7 +64,7 @@ def learning_rate_becomes_a_schedule(setting: Setting) -> dict[str, Any]:
 
 
 HYPERPARAMETERS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    # The optimizer, and what its attributes become.
+    # The optimizer, and the new values of its attributes.
     "momentum": (lambda: optimizers.SGD(0.1, momentum=0.5), {"momentum": 0.9}),
     "nesterov": (lambda: optimizers.SGD(0.1, momentum=0.9), {"nesterov": True}),
     "beta_1": (lambda: optimizers.Adam(0.05), {"beta_1": 0.5, "epsilon": 1e-2}),
@@ -106,7 +106,7 @@ for _name, (_make, _values) in HYPERPARAMETERS.items():
 
 @scenario(quick=("jax",))
 def hyperparameter_between_fits_of_other_batches(setting: Setting) -> dict[str, Any]:
-    """JAX compiles again for a batch of another size, and only then sees the value."""
+    """JAX recompiles for a different batch size, and only then sees the value."""
     model = compiled(setting, optimizer=optimizers.SGD(0.1, momentum=0.5))
     found = {"first": fitted(model)}
     model.optimizer.momentum = 0.9
@@ -126,7 +126,7 @@ def loss_scale_factor_between_fits_of_other_batches(setting: Setting) -> dict[st
 
 
 class _Times(layers.Layer):
-    """Multiplies by an attribute, which a compiled step keeps."""
+    """Multiplies by an attribute, whose value a compiled step keeps."""
 
     factor = 1.0
 
@@ -135,10 +135,10 @@ class _Times(layers.Layer):
 
 
 def _with_attribute(setting: Setting, data: Callable[[int], dict[str, Any]], sizes: list[int]) -> dict[str, Any]:
-    """What a model does whose layer changes before batches of each of these sizes.
+    """Return the results of a model whose layer changes before batches of each of these sizes.
 
     Args:
-        data: the arguments of each method for batches of one size.
+        data: Function that returns the arguments of each method for batches of one size.
     """
     times = _Times()
     with setting.scope():
@@ -158,9 +158,9 @@ def _with_attribute(setting: Setting, data: Callable[[int], dict[str, Any]], siz
 
 @scenario(quick=("jax", "tensorflow"))
 def attribute_between_calls_with_other_batches(setting: Setting) -> dict[str, Any]:
-    """As `loss_scale_factor_between_fits_of_other_batches`, with an attribute of the program's own, in all methods.
+    """As `loss_scale_factor_between_fits_of_other_batches`, with an attribute of the program, in all methods.
 
-    On TensorFlow, Keras compiles once for arrays; parts of another size come with the second call.
+    On TensorFlow, Keras compiles once for arrays. Parts of a different size occur in the second call.
     """
 
     def arrays(size: int) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def attribute_between_calls_with_other_batches(setting: Setting) -> dict[str, An
 
 @scenario(backends=("tensorflow",))
 def attribute_between_calls_with_datasets_of_other_batches(setting: Setting) -> dict[str, Any]:
-    """Keras compiles again for a dataset whose batches have another size, if the size is known."""
+    """Keras recompiles for a dataset with a different batch size, if the size is known."""
     import tensorflow as tf
 
     def dataset(size: int) -> dict[str, Any]:
@@ -183,8 +183,8 @@ def attribute_between_calls_with_datasets_of_other_batches(setting: Setting) -> 
 
 @scenario()
 def schedule_between_fits_of_other_inputs(setting: Setting) -> dict[str, Any]:
-    """On TensorFlow, Keras compiles again where its dataset says more or less about the size of batches than before,
-    and only then sees the schedule."""
+    """On TensorFlow, Keras recompiles if its dataset specifies more or less about the batch size than before, and only
+    then sees the schedule."""
     x, y = features(BATCH), labels(BATCH)
 
     def batches(size: int) -> Iterator[Any]:
@@ -217,7 +217,7 @@ def loss_scale_of_a_model_without_trained_weights(setting: Setting) -> dict[str,
 
 @scenario(backends=("tensorflow", "torch"), quick=("tensorflow",))
 def weights_frozen_without_compiling_again(setting: Setting) -> dict[str, Any]:
-    """On TensorFlow it counts where Keras compiles again, on PyTorch at once. (On JAX, Keras raises an error.)"""
+    """On TensorFlow, this takes effect when Keras recompiles; on PyTorch, at once. (On JAX, Keras raises an error.)"""
     x, y = features(BATCH), labels(BATCH)
     model = compiled(setting, optimizer=optimizers.Adam(0.05))
     found = {"first": fitted(model, x, y, batch_size=8)}
@@ -243,7 +243,7 @@ def program_changes_the_model_between_epochs_and_fits(setting: Setting) -> dict[
 
 @scenario(plain=False, quick=("jax",))
 def fit_that_an_error_ends_keeps_its_last_step(setting: Setting) -> dict[str, Any]:
-    """Weights and the optimizer's state are those of the steps before the error."""
+    """Weights and the optimizer's state include the steps before the error."""
 
     class Broken(keras.utils.PyDataset):
         def __len__(self) -> int:
@@ -268,7 +268,7 @@ def fit_that_an_error_ends_keeps_its_last_step(setting: Setting) -> dict[str, An
 
 
 class _Branching(keras.Model):
-    """Has a layer that some batches do not use, and one that none uses."""
+    """Has a layer that some batches do not use, and one that no batch uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ class _Branching(keras.Model):
 
 @scenario(backends=("torch",), quick=("torch",))
 def optimizer_leaves_alone_what_has_no_gradient(setting: Setting) -> dict[str, Any]:
-    """PyTorch gives none where a loss does not depend on a variable, which is then left alone with its moments."""
+    """PyTorch has no gradient if a loss does not depend on a variable. Variable and moments then stay unchanged."""
     model = compiled(setting, _Branching, optimizer=optimizers.AdamW(0.05, weight_decay=0.1), metrics=["accuracy"])
     model.build((None, 6))
     x = features()

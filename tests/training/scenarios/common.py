@@ -1,4 +1,4 @@
-"""Small models and data that most scenarios share, and what is observed of a training.
+"""Small models and data that most scenarios share, and the observed results of a training run.
 
 33 samples in global batches of 16: the last batch of an epoch holds one sample, fewer than there are replicas.
 """
@@ -32,7 +32,7 @@ def numbers(samples: int = SAMPLES, width: int = 1, seed: int = 0) -> Any:
 
 
 def weights(samples: int = SAMPLES, seed: int = 0) -> Any:
-    """Sample weights; the first rank's part of the first batch weighs far more than the last one's."""
+    """Sample weights; the first rank's part of the first batch weighs far more than the last rank's."""
     return np.linspace(3.0, 0.1, samples).astype("float32")
 
 
@@ -51,9 +51,9 @@ def regressor() -> Any:
 
 
 def compiled(setting: Setting, build: Callable[[], Any] = classifier, **arguments: Any) -> Any:
-    """A model made and compiled in the scope; SGD with the cross entropy unless said otherwise.
+    """Create and compile a model in the scope, by default with SGD and cross entropy.
 
-    SGD, because a wrong scale of the gradients shows in its weights, while Adam forgives it.
+    SGD, because its weights show a wrong scale of the gradients, which Adam hides.
     """
     arguments.setdefault("optimizer", keras.optimizers.SGD(0.2))
     arguments.setdefault("loss", "sparse_categorical_crossentropy")
@@ -64,7 +64,7 @@ def compiled(setting: Setting, build: Callable[[], Any] = classifier, **argument
 
 
 def fitted(model: Any, x: Any = None, y: Any = None, **arguments: Any) -> dict[str, Any]:
-    """Two epochs, in order, silently; history and weights."""
+    """Train for two epochs, in order and silently. Return history and weights."""
     x = features() if x is None else x
     y = labels() if y is None else y
     arguments = {"batch_size": BATCH, "epochs": 2, "shuffle": False, "verbose": 0, **arguments}
@@ -73,13 +73,13 @@ def fitted(model: Any, x: Any = None, y: Any = None, **arguments: Any) -> dict[s
 
 
 def fitted_on(model: Any, data: Any, **arguments: Any) -> dict[str, Any]:
-    """As `fitted`, of a dataset that has batches of its own."""
+    """Like `fitted`, for a dataset with its own batches."""
     history = model.fit(data, **{"shuffle": False, "epochs": 2, "verbose": 0, **arguments})
     return {"history": history.history, "weights": model.get_weights()}
 
 
 def observed(model: Any, x: Any = None, y: Any = None, sample_weight: Any = None) -> dict[str, Any]:
-    """What `evaluate` and `predict` say afterwards."""
+    """Return the results of `evaluate` and `predict` after training."""
     x = features() if x is None else x
     y = labels() if y is None else y
     return {

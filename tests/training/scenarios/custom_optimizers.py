@@ -1,4 +1,4 @@
-"""Optimizers of the program's own, and unusual ways to use Keras's."""
+"""Custom optimizers, and unusual uses of Keras optimizers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ClippingApplyGradients(optimizers.SGD):
 
 
 class FromScratch(optimizers.Optimizer):
-    """Derives from the base class, with state of its own."""
+    """Derives from the base class, with its own state."""
 
     def build(self, variables: Any) -> None:
         if self.built:
@@ -54,7 +54,7 @@ class FromScratch(optimizers.Optimizer):
 
 
 class Delegating(optimizers.SGD):
-    """Leaves the update to another optimizer."""
+    """Delegates the update to another optimizer."""
 
     def __init__(self) -> None:
         super().__init__(0.5)
@@ -76,7 +76,7 @@ class Delegating(optimizers.SGD):
 
 
 class Counting(optimizers.SGD):
-    """Keeps a Python number, which counts each step where it runs eagerly."""
+    """Keeps a Python number, which counts each step if it runs eagerly."""
 
     calls = 0
 
@@ -98,7 +98,7 @@ CUSTOM: dict[str, Callable[[], Any]] = {
     "loss_scale_factor": lambda: optimizers.SGD(0.2, momentum=0.9, loss_scale_factor=8.0),
 }
 QUICK = {"apply": EACH_KIND, "apply_gradients": ("tensorflow", "torch"), "around_another": ONE_BACKEND}
-"""Keras calls `apply_gradients` on TensorFlow alone; the state of an optimizer inside is an argument on JAX alone."""
+"""Keras calls `apply_gradients` only on TensorFlow; the state of an inner optimizer is an argument only on JAX."""
 
 
 def _fitted_with(make: Callable[[], Any], *, steps: bool) -> Callable[[Setting], dict[str, Any]]:
@@ -202,7 +202,7 @@ def optimizer_kept_when_layers_are_frozen(setting: Setting) -> dict[str, Any]:
 
 @scenario()
 def optimizer_replaced_between_fits(setting: Setting) -> dict[str, Any]:
-    """Without `compile`: functions that are compiled already keep the former one, as in Keras."""
+    """Without `compile`: functions that are already compiled keep the former optimizer, as in Keras."""
     model = compiled(setting, optimizer=optimizers.SGD(0.1, momentum=0.5))
     first = fitted(model)
     with setting.scope():
@@ -222,7 +222,7 @@ def optimizer_compiled_again_with_other_settings(setting: Setting) -> dict[str, 
 
 @scenario(quick=("tensorflow",))
 def int8_after_training(setting: Setting) -> dict[str, Any]:
-    """Without `compile`: Keras itself drops what it has compiled of the model."""
+    """Without `compile`: Keras itself discards the compiled functions of the model."""
     model = compiled(setting, optimizer=optimizers.SGD(0.1))
     found: dict[str, Any] = {"first": fitted(model)}
     before = model.predict(features(), verbose=0)
@@ -247,6 +247,6 @@ def lora_and_int8(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=ONE_BACKEND)
 def custom_optimizers_that_accumulate(setting: Setting) -> dict[str, Any]:
-    """What changes the gradients of a batch sees those of all replicas, at every step."""
+    """Code that changes the gradients of a batch sees those of all replicas at every step."""
     made = {kind.__name__: kind(0.2, gradient_accumulation_steps=2) for kind in (Centralized, ClippingApplyGradients)}
     return {name: fitted(compiled(setting, optimizer=optimizer)) for name, optimizer in made.items()}

@@ -1,4 +1,4 @@
-"""Ranks that differ in what must be equal: the same error on every rank, and the job can go on."""
+"""Ranks that differ in what must be equal: the same error on every rank, and the job can continue."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def initial_epoch(setting: Setting) -> dict[str, Any]:
 
 @scenario()
 def order_after_a_fit_without_an_epoch(setting: Setting) -> dict[str, Any]:
-    """That `fit` builds the metrics with a batch, for which Keras draws an order on JAX and PyTorch."""
+    """Such a `fit` builds the metrics with a batch, for which Keras draws an order on JAX and PyTorch."""
     model = compiled(setting, metrics=["accuracy"])
     nothing = model.fit(features(), labels(), batch_size=16, initial_epoch=1, epochs=1, verbose=0)
     return {"epochs": nothing.epoch, "fit": fitted(model, shuffle=True)}
@@ -56,7 +56,7 @@ def order_after_a_fit_without_an_epoch(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=ONE_BACKEND)
 def means_of_losses_after_a_fit_without_an_epoch(setting: Setting) -> dict[str, Any]:
-    """What is found out about losses before the first step leaves no trace in their means, which Keras keeps."""
+    """Probing losses before the first step leaves no trace in their means, which Keras keeps."""
 
     def distance(y_true: Any, y_pred: Any) -> Any:
         return keras.ops.mean(keras.ops.abs(y_true - y_pred), axis=-1)
@@ -67,19 +67,19 @@ def means_of_losses_after_a_fit_without_an_epoch(setting: Setting) -> dict[str, 
 
     model = compiled(setting, two_outputs, loss=[distance, "mse"])
     model.fit(features(), [numbers(), numbers(seed=1)], batch_size=BATCH, initial_epoch=1, epochs=1, verbose=0)
-    # Keras on TensorFlow has not built those of single losses yet, so names say nothing.
+    # Keras on TensorFlow has not built those of single losses yet, so names are not comparable.
     return {"means": [mean for mean in model.get_metrics_result().values() if mean != 0]}
 
 
 @scenario()
 def steps_per_epoch_of_arrays(setting: Setting) -> dict[str, Any]:
-    """Two of three batches an epoch: the second epoch goes on where the first stopped."""
+    """Two of three batches per epoch: the second epoch continues where the first stopped."""
     return fitted(compiled(setting), steps_per_epoch=2, epochs=3)
 
 
 @scenario()
 def steps_per_epoch_of_shuffled_arrays(setting: Setting) -> dict[str, Any]:
-    """Epochs end within passes over the data, and the last one leaves a pass there."""
+    """Epochs end within passes over the data, and the last epoch ends within a pass."""
     model = compiled(setting)
     first = fitted(model, steps_per_epoch=2, epochs=4, shuffle=True)
     return {"first": first, "second": fitted(model, shuffle=True)}
@@ -108,7 +108,7 @@ def evaluate_and_predict_steps(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=ONE_BACKEND)
 def shuffled_arrays(setting: Setting) -> dict[str, Any]:
-    """Keras's backends shuffle each in their own way; the order is that of the backend."""
+    """Each Keras backend shuffles in its own way. The order is that of the backend."""
     return fitted(compiled(setting, metrics=["accuracy"]), shuffle=True, epochs=3)
 
 

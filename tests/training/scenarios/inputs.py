@@ -1,4 +1,4 @@
-"""Every kind of input that `fit` takes; what it yields are global batches."""
+"""Every kind of input that `fit` accepts. Inputs yield global batches."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Copier(keras.Sequential):  # type: ignore[misc]
     items: int
 
     def train_step(self, *arguments: Any) -> Any:
-        """Of Keras on JAX with the state, elsewhere with the data alone."""
+        """Receives the state on JAX, and only the data on other backends."""
         assert len(arguments[-1]) == self.items
         return super().train_step(*arguments)
 
@@ -124,7 +124,7 @@ class Copier(keras.Sequential):  # type: ignore[misc]
 
 @scenario(quick=ONE_BACKEND)
 def generator_whose_elements_have_absent_parts(setting: Setting) -> dict[str, Any]:
-    """They reach a custom `train_step`, so that `x, y = data` works."""
+    """They are passed to a custom `train_step`, so that `x, y = data` works."""
     found = {}
     for absent in ((None,), (None, None)):
         model = compiled(setting, lambda: Copier([keras.layers.Dense(FEATURES)]), loss=None)
@@ -146,7 +146,7 @@ class ShortPages(Pages):
 
 
 def _fitted_twice(setting: Setting, build: Any, data: Any, **arguments: Any) -> dict[str, Any]:
-    """What `fit` says of a model that it builds itself, and of one built already."""
+    """Return the results of `fit` for a model that it builds itself and for one that is already built."""
     random.seed(5 if setting.rank == 0 else None)  # the chief's counts
     model = compiled(setting, build)
     first = fitted_on(model, data, shuffle=True, **arguments)
@@ -160,7 +160,8 @@ def _unbuilt() -> Any:
 
 @scenario()
 def numbers_drawn_after_shuffled_arrays(setting: Setting) -> dict[str, Any]:
-    """What a program that splits its data at random draws next; TensorFlow and PyTorch shuffle with others."""
+    """What a program that splits its data at random draws next. TensorFlow and PyTorch shuffle with other
+    generators."""
     set_random_seed(3)
     model = compiled(setting, classifier)
     history = fitted_on(model, features(), y=labels(), shuffle=True)
@@ -225,7 +226,7 @@ def data_loader_shuffled_with_workers(setting: Setting) -> dict[str, Any]:
 
 
 class _Buckets:
-    """A batch sampler that shuffles when its iterator is made, and not with the first batch."""
+    """A batch sampler that shuffles when its iterator is created, and not with the first batch."""
 
     def __init__(self, shuffle: Any) -> None:
         self._shuffle = shuffle
@@ -317,9 +318,9 @@ def generator(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=BACKENDS)
 def generators_begin_before_the_callbacks(setting: Setting) -> dict[str, Any]:
-    """Keras reads two batches first, also if there is no epoch."""
+    """Keras reads two batches first, even without an epoch."""
     model = compiled(setting, optimizer=keras.optimizers.SGD(0.1))
-    model.fit(features(), labels(), batch_size=16, shuffle=False, verbose=0)  # it is built now
+    model.fit(features(), labels(), batch_size=16, shuffle=False, verbose=0)  # now it is built
     random.seed(4)
     factor = 1.0
 
@@ -337,7 +338,7 @@ def generators_begin_before_the_callbacks(setting: Setting) -> dict[str, Any]:
         return model.fit(batches(), callbacks=[Change()], **options).history
 
     history = [fit(2), fit(0)]
-    # On TensorFlow Keras reads ahead, as far as its threads get.
+    # On TensorFlow, Keras reads ahead as far as its threads get.
     drawn = 0.0 if keras.backend.backend() == "tensorflow" else random.random()
     return {"history": history, "drawn": drawn, "weights": model.get_weights()}
 
@@ -389,7 +390,7 @@ def fewer_samples_than_replicas(setting: Setting) -> dict[str, Any]:
 
 @scenario(plain=False)
 def pipelines_of_each_rank(setting: Setting) -> dict[str, Any]:
-    """`distribute_datasets_from_function`: rank 0 has one batch more than the others, and all go through."""
+    """`distribute_datasets_from_function`: rank 0 has one batch more than the others, and all batches are used."""
     model = compiled(setting)
     samples = 12 if setting.rank == 0 else 8
     x, y = features(samples, seed=setting.rank), labels(samples, seed=setting.rank)
@@ -449,7 +450,7 @@ def _merged_pipelines(setting: Setting, sizes: list[int]) -> dict[str, Any]:
 
 @scenario(worlds=(2,))
 def pipelines_of_two_ranks_merge_as_one_batch(setting: Setting) -> dict[str, Any]:
-    """Local batches of 5 and 3 samples are a global batch of 8."""
+    """Local batches of 5 and 3 samples form a global batch of 8."""
     return _merged_pipelines(setting, [5, 3])
 
 
@@ -460,7 +461,7 @@ def pipelines_of_three_ranks_merge_as_one_batch(setting: Setting) -> dict[str, A
 
 @scenario()
 def shuffled_between_other_passes(setting: Setting) -> dict[str, Any]:
-    """On PyTorch each pass over data of any kind draws from the generator that shuffles."""
+    """On PyTorch, each pass over any data draws from the generator that shuffles."""
     set_random_seed(3)
     model = compiled(setting)
     shuffled = {"batch_size": 8, "shuffle": True, "epochs": 3}

@@ -1,4 +1,4 @@
-"""Layers that have state, chance or losses of their own."""
+"""Layers with their own state, randomness or losses."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def activity_regularizer(setting: Setting) -> dict[str, Any]:
 
 @scenario(plain=False, quick=ONE_BACKEND)
 def batch_normalisation_trains_and_ranks_agree(setting: Setting) -> dict[str, Any]:
-    """Each replica normalises by its own part of the batch, as `tf.distribute` does, so the numbers of one process
-    cannot come out; but the ranks' weights and moving statistics are the same, and it learns."""
+    """Each replica normalizes its own part of the batch, as in `tf.distribute`, so the numbers differ from those of one
+    process. But the weights and moving statistics of the ranks are equal, and the model learns."""
 
     def build() -> Any:
         return keras.Sequential(
@@ -82,7 +82,7 @@ def batch_normalisation_trains_and_ranks_agree(setting: Setting) -> dict[str, An
 
 @scenario()
 def batch_normalisation_averages_its_statistics(setting: Setting) -> dict[str, Any]:
-    """With equal parts the moving mean over the ranks is that of the global batch."""
+    """With equal parts, the moving mean over the ranks is that of the global batch."""
 
     def build() -> Any:
         return keras.Sequential(
@@ -115,7 +115,7 @@ def batch_normalisation_in_inference_mode(setting: Setting) -> dict[str, Any]:
 
 @scenario(plain=False, quick=BACKENDS)
 def dropout_differs_between_ranks_on_the_same_start(setting: Setting) -> dict[str, Any]:
-    """A batch of equal samples through dropout alone: what each rank sees are its masks."""
+    """A batch of equal samples passes only through dropout, so each rank sees its masks."""
 
     def build() -> Any:
         return keras.Sequential([keras.Input((64,)), layers.Dense(4), layers.Dropout(0.5, seed=3)])
@@ -134,7 +134,7 @@ def dropout_differs_between_ranks_on_the_same_start(setting: Setting) -> dict[st
 
 @scenario(plain=False, quick=ONE_BACKEND)
 def dropout_without_a_seed_differs_between_ranks(setting: Setting) -> dict[str, Any]:
-    """On PyTorch Keras draws it from the generator of the whole process."""
+    """On PyTorch, Keras draws the seed from the generator of the whole process."""
 
     class Always(layers.Dropout):  # type: ignore[misc]
         def call(self, inputs: Any, training: bool = False) -> Any:
@@ -166,8 +166,8 @@ def strings(setting: Setting) -> dict[str, Any]:
 
 @scenario()
 def embeddings_of_positions(setting: Setting) -> dict[str, Any]:
-    """Rows that each batch looks up once, whatever is in it, beside rows of each sample: an optimizer that divides by
-    the squares of gradients tells a sum from its parts."""
+    """Rows that each batch looks up once, whatever it contains, in addition to rows of each sample. An optimizer that
+    divides by squared gradients distinguishes a sum from its parts."""
 
     class Positions(layers.Layer):
         def __init__(self) -> None:
@@ -211,7 +211,7 @@ def embeddings_of_positions_in_samples_of_any_length(setting: Setting) -> dict[s
 
 @scenario(backends=("tensorflow",))
 def embeddings_with_accumulated_gradients(setting: Setting) -> dict[str, Any]:
-    """Keras sums the rows of an accumulated gradient, which it does not where nothing is accumulated."""
+    """Keras sums the rows of an accumulated gradient, but not if nothing is accumulated."""
 
     def build() -> Any:
         inputs = keras.Input((FEATURES,), dtype="int32")
@@ -281,7 +281,7 @@ def recurrent_layers_without_masks(setting: Setting) -> dict[str, Any]:
 
 @scenario()
 def state_of_a_layer_of_ones_own(setting: Setting) -> dict[str, Any]:
-    """A moving average that a layer keeps: of the samples' mean, so the mean over the ranks is the global one."""
+    """A layer keeps a moving average of the samples' mean, so the mean over the ranks is the global one."""
 
     class Follow(layers.Layer):
         def build(self, shape: Any) -> None:
@@ -323,7 +323,7 @@ def predictions_of_random_layers_differ(setting: Setting) -> dict[str, Any]:
 
 @scenario(backends=("torch",), plain=False, quick=BACKENDS)
 def modules_of_pytorch_among_the_layers(setting: Setting) -> dict[str, Any]:
-    """The statistics of PyTorch's own batch normalisation are the chief's at first, and then merged."""
+    """Statistics of PyTorch's own batch normalization are initially those of the chief, and then merged."""
     import torch
 
     norm = torch.nn.BatchNorm1d(FEATURES)
@@ -344,7 +344,7 @@ def modules_of_pytorch_among_the_layers(setting: Setting) -> dict[str, Any]:
 
 @scenario()
 def added_losses_that_are_vectors(setting: Setting) -> dict[str, Any]:
-    """Keras sums them: a value for each sample, as of a CTC loss in a layer, and a penalty for each unit."""
+    """Keras sums them: a value per sample, such as a CTC loss in a layer, and a penalty per unit."""
 
     class Penalised(layers.Layer):
         def build(self, input_shape: Any) -> None:
@@ -447,7 +447,7 @@ def layer_that_counts_its_calls(setting: Setting) -> dict[str, Any]:
 
 
 def _synchronized(**options: Any) -> Any:
-    """Plain Keras knows the argument on TensorFlow alone."""
+    """Plain Keras supports the argument only on TensorFlow."""
     return layers.BatchNormalization(synchronized=phalanx.has_strategy(), **options)
 
 

@@ -273,9 +273,9 @@ def _one_number(
 
     Args:
         loss: of the batch.
-        adds: whether a layer adds losses that are one number, and that are vectors.
-        computes: whether the model returns the loss from `compute_loss`.
-        weighted: whether there are sample weights.
+        adds: Whether a layer adds losses that are one number, and that are vectors.
+        computes: Whether the model returns the loss from `compute_loss`.
+        weighted: Whether there are sample weights.
     """
 
     class Adds(layers.Layer):

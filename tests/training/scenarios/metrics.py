@@ -90,7 +90,7 @@ class Counted(keras.metrics.Metric):
     """Counts and remembers in variables of every kind.
 
     Args:
-        keeps: whether an epoch begins with what the last one has counted.
+        keeps: Whether an epoch begins with what the last one has counted.
     """
 
     def __init__(self, *, keeps: bool = False, name: str = "counted") -> None:

@@ -23,8 +23,8 @@ class Setting:
 
     Attributes:
         strategy: of the job; None in the plain Keras process that it is compared with.
-        folder: this process's own, empty.
-        shared: the folder that all ranks share, empty.
+        folder: This process's own, empty.
+        shared: The folder that all ranks share, empty.
         backend: Keras's.
     """
 
@@ -63,15 +63,15 @@ class Scenario:
     """One entry of the table.
 
     Attributes:
-        function: takes a `Setting`, returns a dict of what is compared. Keys that begin with "own_" may differ between
+        function: Takes a `Setting`, returns a dict of what is compared. Keys that begin with "own_" may differ between
             ranks; what they must be is up to the scenario's own test.
-        tolerance: relative, and absolute for weights and outputs.
-        backends: where it runs.
-        needs: modules without which it is left out.
-        plain: whether plain Keras gives the values to compare with. Else only the ranks are compared with each other.
-        error: what every rank of a job must raise instead, by backend: the class's name and a part of the text.
-        worlds: the job sizes that it runs with.
-        quick: the backends on which `make test` runs it with two ranks. All else is marked slow: to start a job and
+        tolerance: Relative, and absolute for weights and outputs.
+        backends: Where it runs.
+        needs: Modules without which it is left out.
+        plain: Whether plain Keras gives the values to compare with. Else only the ranks are compared with each other.
+        error: What every rank of a job must raise instead, by backend: the class's name and a part of the text.
+        worlds: The job sizes that it runs with.
+        quick: The backends on which `make test` runs it with two ranks. All else is marked slow: to start a job and
             compile its models takes seconds.
         quick_of_three: `make test` runs it with three ranks as well, on one backend.
     """

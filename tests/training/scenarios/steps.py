@@ -500,7 +500,7 @@ class StatelessGan(keras.Model):
     """Generator and discriminator in turn, each with its optimizer, of which Keras on JAX knows one.
 
     Args:
-        keeps: where the variables of the second optimizer are: among the model's ("model"), in an attribute, which
+        keeps: Where the variables of the second optimizer are: among the model's ("model"), in an attribute, which
             works without compilation ("attribute"), or nowhere ("one"): one optimizer is applied twice.
     """
 
@@ -898,7 +898,7 @@ def _with_own_evaluate(setting: Setting, *, passes_on: bool) -> dict[str, Any]:
     """As KerasHub's models, whose `evaluate` prepares the data that `fit` has prepared already unless `fit` calls it.
 
     Args:
-        passes_on: whether Keras's own method learns that `fit` called.
+        passes_on: Whether Keras's own method learns that `fit` called.
     """
 
     class Model(keras.Model):
@@ -934,7 +934,7 @@ def _twins(one: Any) -> type:
     """Two nets of one shape, each updated by an optimizer of its own.
 
     Args:
-        one: gets the function that updates one, and calls it as part of the step.
+        one: Gets the function that updates one, and calls it as part of the step.
     """
     import tensorflow as tf
 
