@@ -36,7 +36,7 @@ def loss_reduction_sum(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=ONE_BACKEND)
 def loss_of_keras_over_several_outputs(setting: Setting) -> dict[str, Any]:
-    """Which it stacks."""
+    """Keras stacks the outputs."""
 
     def two() -> Any:
         inputs = keras.Input((FEATURES,))
@@ -75,7 +75,7 @@ def negative_sample_weights(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=ONE_BACKEND)
 def batches_of_no_weight_whose_loss_is_not_a_number(setting: Setting) -> dict[str, Any]:
-    """Their loss is 0, as that of Keras's division by no weight, whatever the loss of such a sample is."""
+    """Their loss is 0, as in Keras's division by zero weight, whatever the loss of such a sample."""
     loss = keras.losses.Poisson(reduction="mean_with_sample_weight")
 
     def build() -> Any:
@@ -122,7 +122,7 @@ def _sentences(samples: int = 33) -> Any:
 
 @scenario(quick=ONE_BACKEND)
 def masked_sequences_labelled_by_token(setting: Setting) -> dict[str, Any]:
-    """The mean over the tokens that are not masked, over all ranks."""
+    """The mean over the unmasked tokens of all ranks."""
 
     def build() -> Any:
         return keras.Sequential(
@@ -208,7 +208,7 @@ def a_rank_whose_samples_are_all_masked(setting: Setting) -> dict[str, Any]:
 
 @scenario()
 def ignored_class(setting: Setting) -> dict[str, Any]:
-    """The loss itself makes the mask."""
+    """The loss itself creates the mask."""
 
     def build() -> Any:
         return keras.Sequential([keras.Input((4, 2)), layers.Dense(CLASSES, activation="softmax")])
@@ -272,8 +272,8 @@ def _one_number(
     """A sum or a mean over the batch.
 
     Args:
-        loss: of the batch.
-        adds: Whether a layer adds losses that are one number, and that are vectors.
+        loss: Loss function of the batch.
+        adds: Whether a layer adds losses that are scalars and losses that are vectors.
         computes: Whether the model returns the loss from `compute_loss`.
         weighted: Whether there are sample weights.
     """
@@ -640,7 +640,7 @@ def balance_of_experts_that_all_samples_go_past(setting: Setting) -> dict[str, A
 
 
 class MaskedError(keras.losses.MeanSquaredError):
-    """A loss of Keras's with a `call` of the program's own."""
+    """A Keras loss with a custom `call`."""
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         mask = ops.cast(y_true > 0, "float32")
@@ -661,7 +661,7 @@ def loss_of_keras_whose_call_is_set(setting: Setting) -> dict[str, Any]:
 
 @scenario(quick=ONE_BACKEND)
 def losses_of_keras_along_the_samples(setting: Setting) -> dict[str, Any]:
-    """Global batches whose last has samples for one replica alone."""
+    """The last global batch has samples for only one replica."""
     found = {}
     for loss in (keras.losses.CosineSimilarity(axis=0), keras.losses.CosineSimilarity(axis=-2, name="from_the_end")):
         model = compiled(setting, loss=loss)

@@ -90,7 +90,7 @@ class Counted(keras.metrics.Metric):
     """Counts and remembers in variables of every kind.
 
     Args:
-        keeps: Whether an epoch begins with what the last one has counted.
+        keeps: Whether an epoch begins with the counts of the previous one.
     """
 
     def __init__(self, *, keeps: bool = False, name: str = "counted") -> None:

@@ -1,4 +1,4 @@
-"""Every way to make a model, with the data that it takes."""
+"""Every way to create a model, with matching data."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ for _name, _make in OPTIMIZERS.items():
 
 @scenario()
 def optimizer_loss_scale_overflows(setting: Setting) -> dict[str, Any]:
-    """One sample is infinite: the step is left out on every rank, and the scale is halved there alike."""
+    """One sample is infinite: every rank skips the step and halves the scale."""
     from tests.training.scenarios.common import features
 
     x = features()

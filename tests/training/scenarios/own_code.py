@@ -962,7 +962,7 @@ counted_globally = 0
 
 @scenario(backends=("torch",), quick=("torch",))
 def own_train_step_that_counts_in_a_global_variable(setting: Setting) -> dict[str, Any]:
-    """The trial of the step leaves it as it was."""
+    """The trial of the step leaves it unchanged."""
     global counted_globally
     counted_globally = 0
 

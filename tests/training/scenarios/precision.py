@@ -25,7 +25,7 @@ def _policy(name: str) -> Iterator[None]:
 
 
 class NotedScales(keras.callbacks.Callback):
-    """Notes the scale of the loss after each step, and how many updates the optimizer has made."""
+    """Records the loss scale and the number of optimizer updates after each step."""
 
     def __init__(self) -> None:
         super().__init__()

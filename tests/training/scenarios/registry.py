@@ -22,7 +22,7 @@ class Setting:
     """Where a scenario runs.
 
     Attributes:
-        strategy: of the job; None in the plain Keras process that it is compared with.
+        strategy: Strategy of the job; None in the plain Keras process that it is compared with.
         folder: This process's own, empty.
         shared: The folder that all ranks share, empty.
         backend: Keras's.
@@ -102,7 +102,7 @@ class Table(dict[str, Scenario]):
     """Scenarios by name.
 
     Args:
-        quick: of each scenario that says nothing of its own.
+        quick: Default for each scenario that does not set it.
     """
 
     def __init__(self, quick: tuple[str, ...] = ()) -> None:
