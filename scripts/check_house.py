@@ -3,7 +3,8 @@
     python scripts/check_house.py
 
 Layers import in one direction, `keras.src` and the environment are each used in one place, no two modules or public
-classes share a name, classes and functions stay small, and the text avoids words that mark a translation.
+classes share a name, classes and functions stay small, descriptions of arguments are complete, and the text avoids
+words that mark a translation.
 """
 
 from __future__ import annotations
@@ -106,6 +107,7 @@ def main() -> int:
         *home_problems(trees),
         *duplicate_problems(trees),
         *size_problems(trees),
+        *description_problems(trees),
         *word_problems(),
     ]
     for problem in problems:
@@ -197,6 +199,23 @@ def size_problems(trees: dict[Path, ast.Module]) -> Iterator[str]:
                     yield f"{path}:{node.lineno}: {node.name} has {lines} lines"
                 if (count := _arguments(node)) > MAX_ARGUMENTS and f"{path}:{node.name}" not in LONG_SIGNATURES:
                     yield f"{path}:{node.lineno}: {node.name} has {count} arguments"
+
+
+SECTION = re.compile(r"\n( *)(?:Args|Attributes):\n((?:\1 +.*\n|\n)+)")
+ENTRY = re.compile(r"^( *)[*\w, ]+: (\S+)")
+FRAGMENTS = {"Of", "of", "with", "from", "to", "by", "for", "in", "as", "at", "on"}
+
+
+def description_problems(trees: dict[Path, ast.Module]) -> Iterator[str]:
+    """Find descriptions of arguments and attributes that only continue the name: `name: of the thread`."""
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                for _, entries in SECTION.findall(f"\n{ast.get_docstring(node) or ''}\n"):
+                    lines = [match for line in entries.splitlines() if (match := ENTRY.match(line))]
+                    for match in lines:
+                        if match[1] == lines[0][1] and match[2] in FRAGMENTS:
+                            yield f"{path}:{node.lineno}: {node.name} describes {match[0].strip()!r}, a fragment"
 
 
 def word_problems() -> Iterator[str]:
