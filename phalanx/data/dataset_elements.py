@@ -59,7 +59,7 @@ def to_numpy(leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return leaf
     if hasattr(leaf, "detach"):  # torch: tensors that require a gradient or are on a device
-        return leaf.detach().cpu().numpy()
+        return _from_torch(leaf.detach().cpu())
     if hasattr(leaf, "toarray"):  # scipy.sparse
         return leaf.toarray()
     if hasattr(leaf, "todense"):  # jax.experimental.sparse
@@ -73,6 +73,16 @@ def to_numpy(leaf: Any) -> Any:
 
             leaf = tf.sparse.to_dense(leaf)
     return np.asarray(leaf)
+
+
+def _from_torch(tensor: Any) -> Any:
+    if str(tensor.dtype) != "torch.bfloat16":
+        return tensor.numpy()
+    import ml_dtypes
+    import torch
+
+    # NumPy has no bfloat16: the bits are passed as integers of the same width.
+    return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
 
 
 def _of_equal_rows(ragged: Any) -> Any:

@@ -168,6 +168,7 @@ def _is_custom_layer(layer: Any) -> bool:
         or type(layer).__name__ in _PROGRAMMABLE_LAYERS
         or instance_method(layer, "call") is not None
         or _uses_batch_axis(layer)
+        or pads_to_batch(layer)
         or has_custom_activity_regularizer(layer)
         or _has_custom_activation(layer)
     )
@@ -180,6 +181,22 @@ def _uses_batch_axis(layer: Any) -> bool:
     shapes = (getattr(layer, "_build_shapes_dict", None) or {}).values()
     first = {0, *(-len(shape) for shape in shapes if isinstance(shape, list | tuple))}
     return any(axis in first for axis in axes if isinstance(axis, int))
+
+
+def pads_to_batch(layer: Any) -> bool:
+    """Whether a layer pads texts to the longest one of its batch, of which each replica sees a part."""
+    return (
+        isinstance(layer, keras.layers.TextVectorization)
+        and layer._output_mode == "int"
+        and layer._output_sequence_length is None
+        and not layer._ragged
+    )
+
+
+def has_gradient_hooks(model: Any) -> bool:
+    """Whether PyTorch's weights have hooks on their gradients, which see those of this replica's samples."""
+    values = [variable.value for variable in model.trainable_variables] if keras.backend.backend() == "torch" else []
+    return any(value._backward_hooks or value._post_accumulate_grad_hooks for value in values)
 
 
 def has_layer_metrics(model: Any) -> bool:
@@ -213,7 +230,7 @@ def compiled_losses(model: Any) -> list[Any]:
 
 def has_custom_code(model: Any) -> bool:
     """Whether a training step runs custom code other than losses and metrics."""
-    return has_custom_steps(model, "train_step") or has_custom_forward(model)
+    return has_custom_steps(model, "train_step") or has_custom_forward(model) or has_gradient_hooks(model)
 
 
 def has_custom_forward(model: Any) -> bool:

@@ -30,7 +30,7 @@ def test_each_merge_is_told_as_a_step_and_what_it_waited_is_known(record: Path) 
     assert told == [told[0], told[0] + 1, told[0] + 2]
     assert last is not None
     assert (last.epoch, last.step) == (None, told[-1])
-    assert Telemetry().measure().steps == 3
+    assert Telemetry().collect().steps == 3
     assert step_reports.reduction_wait_seconds() > before_s
 
 

@@ -40,7 +40,7 @@ def test_the_workers_read_what_the_options_say(tmp_path: Path) -> None:
     assert config.collectives.autotune_log == Path("log").absolute()
     assert (
         (config.collectives.stall_warning_s, config.collectives.stall_shutdown_s)
-        == (knobs.stall_s, knobs.end_s)
+        == (knobs.stall_warning_s, knobs.stall_shutdown_s)
         == (5.0, 20.0)
     )
     assert (knobs.fusion_bytes, knobs.cycle_s, knobs.cache_capacity) == (32 * 2**20, 2.5e-3, 7)

@@ -382,7 +382,7 @@ def test_where_every_row_is_touched_rows_are_updated_as_tables(name: str) -> Non
         UpdaterPiece("dense", random.normal(size=(3, 2)).astype("float32"), None, True),
         UpdaterPiece("table", random.normal(size=(200, 2)).astype("float32"), None, True),
     ]
-    whole = make_updater(optimizer, pieces, apart=[0, 1])
+    whole = make_updater(optimizer, pieces, ungrouped=[0, 1])
     by_rows = EmbeddingTableUpdater(optimizer, [piece._replace(value=piece.value.copy()) for piece in pieces], [1])
     by_rows.load_optimizer(
         [dict(zip(whole.slots, whole.optimizer_values(), strict=True))[slot] for slot in by_rows.slots]

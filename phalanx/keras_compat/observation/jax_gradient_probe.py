@@ -148,9 +148,9 @@ def check_updates(before: Sequence[Any], after: Sequence[Any], applied: Sequence
     if not all(id(value) in known for value in after):
         raise UnsupportedError(
             "`train_step` changes weights or optimizer variables other than by `stateless_apply` of a Keras optimizer, "
-            "where the replicas' gradients are merged. Let an optimizer change them (variables that are averages of "
-            "others: make them non-trainable), or write a custom training loop with `strategy.run` and "
-            "`strategy.reduce` (docs/how-to/custom-training-loops.md)."
+            "where the replicas' gradients are merged. Call it outside `jax.jit` and `jax.lax.cond`. Let an optimizer "
+            "change them (variables that are averages of others: make them non-trainable), or write a custom training "
+            "loop with `strategy.run` and `strategy.reduce` (docs/how-to/custom-training-loops.md)."
         )
 
 

@@ -22,7 +22,13 @@ from phalanx.engines.local_ranks import LocalRanks
 from phalanx.keras_compat import model_state
 from phalanx.training.checks.step_comparison import COARSE_TOLERANCE, advice_on_layers, rounds_coarsely
 from phalanx.training.checks.step_probe import can_be_tried
-from phalanx.training.checks.trial_samples import TRIAL_RANKS, part_of, take_trial_samples, trial_part_sizes
+from phalanx.training.checks.trial_samples import (
+    TRIAL_RANKS,
+    part_of,
+    take_trial_samples,
+    trial_part_sizes,
+    with_short_texts,
+)
 from phalanx.training.program_effects.program_objects import may_depend_on_size
 from phalanx.training.program_effects.program_state import ProgramState
 
@@ -80,7 +86,8 @@ def find_output_dependence(model: Any, data: Any, structure: ElementStructure, *
         state = ProgramState(model)
         try:
             with state.restored_on_exit():
-                found = _compare(model, predict, state, ranks, take_trial_samples(data, 0, part), part)
+                samples = with_short_texts(take_trial_samples(data, 0, part), part)
+                found = _compare(model, predict, state, ranks, samples, part)
             if found is not OutputDependence.ROWS or not may_depend_on_size(model):
                 return found
         except Exception as error:  # the model may need a batch of its usual size

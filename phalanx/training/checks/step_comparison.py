@@ -260,6 +260,11 @@ class StepComparison:
 def advice_on_layers(model: Any) -> str:
     """Advice for a program in which the model, rather than a custom step, relates samples."""
     own = model_state.custom_layers(model)
+    if padding := [repr(layer.name) for layer in own if model_state.pads_to_batch(layer)]:
+        return (
+            f"{padding[0]} pads texts to the longest one of a batch, and the model computes something of the padding. "
+            f"Create it with output_sequence_length=N, or mask the padding: keras.layers.Embedding(mask_zero=True)."
+        )
     names = list(dict.fromkeys(repr(layer.name) for layer in own))
     listed = f"{'one of ' if len(names) > 1 else ''}{', '.join(names)}"
     what = f"a layer that is not Keras's own ({listed})" if names else "an operation between the layers"

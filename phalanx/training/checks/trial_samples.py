@@ -83,16 +83,29 @@ def take_trial_samples(data: Any, attempt: int, part: int) -> Any:
 
 
 def with_reflected_inputs(data: Any, part: int) -> Any:
-    """Reflect the inputs in half of the first replica's samples, so that the largest become the smallest."""
+    """Reflect the inputs in half of the first replica's samples, so that the largest become the smallest. Its texts
+    become short."""
 
     def changed(array: Array) -> Array:
-        found = np.array(array)
+        found = _with_short_texts(np.array(array), part)
         if is_float(found.dtype) or found.dtype.kind in "iu":
             rows = slice(0, part // 2 + 1)
             found[rows] = found.max() + found.min() - found[rows]
         return found
 
     return (map_leaves(changed, data[0]), *data[1:])
+
+
+def with_short_texts(data: Any, part: int) -> Any:
+    """Cut the texts in the first replica's samples to their first words: a layer may pad texts to the longest one."""
+    return (map_leaves(lambda array: _with_short_texts(np.asarray(array), part), data[0]), *data[1:])
+
+
+def _with_short_texts(array: Array, part: int) -> Array:
+    if array.dtype.kind not in "OSU":
+        return array
+    shorten = np.vectorize(lambda text: (text.split() or [text])[0] if isinstance(text, str | bytes) else text, ["O"])
+    return np.concatenate([shorten(array[:part]).astype(array.dtype), array[part:]])
 
 
 def part_of(data: Any, rank: int, part: int) -> Any:

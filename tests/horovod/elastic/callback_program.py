@@ -37,7 +37,7 @@ def main(folder: Path, where: str) -> None:
         life.note("reset", size=hvd.size())
         if life.is_first_of(1) and where == "before":
             life.die()
-        dying = mock.patch.object(MemberLinks, "dial", side_effect=lambda *_: life.die())
+        dying = mock.patch.object(MemberLinks, "connect_to_lower_ranks", side_effect=lambda *_: life.die())
         with dying if life.is_first_of(1) else contextlib.nullcontext():
             make_process_set()
 

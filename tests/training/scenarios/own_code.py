@@ -11,7 +11,18 @@ import keras
 import numpy as np
 from keras import layers, ops
 
-from tests.training.scenarios.common import BATCH, FEATURES, compiled, features, fitted, fitted_on, numbers, observed
+from tests.training.scenarios.common import (
+    BATCH,
+    FEATURES,
+    compiled,
+    features,
+    fitted,
+    fitted_on,
+    labels,
+    numbers,
+    observed,
+    regressor,
+)
 from tests.training.scenarios.registry import BACKENDS, EACH_KIND, ONE_BACKEND, Setting, scenario
 
 
@@ -402,6 +413,127 @@ def own_train_step_whose_loss_gets_a_number(setting: Setting) -> dict[str, Any]:
     square = keras.losses.MeanSquaredError()
     stepping = _stepping(loss_of=lambda prediction, y: square(y - prediction, 0.0))
     return _trained(setting, _dense(stepping))
+
+
+def _texts() -> Any:
+    """Batches of texts of one to nine words."""
+    import tensorflow as tf
+
+    words = ("good", "bad", "fine", "poor")
+    texts = [" ".join(words[(7 * i + j) % 4] for j in range(1 + 5 * i % 9)) for i in range(33)]
+    return tf.data.Dataset.from_tensor_slices((texts, numbers())).batch(BATCH)
+
+
+def _reader(setting: Setting, *, mask_zero: bool = False, length: int | None = None) -> Any:
+    def build() -> Any:
+        reading = layers.TextVectorization(vocabulary=["good", "bad", "fine", "poor"], output_sequence_length=length)
+        embedding = layers.Embedding(9, 4, mask_zero=mask_zero)
+        return keras.Sequential(
+            [keras.Input((), dtype="string"), reading, embedding, layers.GlobalAveragePooling1D(), layers.Dense(1)]
+        )
+
+    return compiled(setting, build, loss="mse")
+
+
+@scenario(
+    backends=("tensorflow",), quick=("tensorflow",), error=_refused("'text_vectorization' pads texts to the longest")
+)
+def texts_padded_to_the_longest_of_a_batch(setting: Setting) -> dict[str, Any]:
+    return fitted_on(_reader(setting), _texts())
+
+
+@scenario(backends=("tensorflow",), quick=("tensorflow",))
+def predictions_of_texts_padded_to_the_longest_of_a_batch(setting: Setting) -> dict[str, Any]:
+    return {"predict": _reader(setting).predict(_texts(), verbose=0)}
+
+
+@scenario(backends=("tensorflow",), quick=("tensorflow",))
+def texts_with_masked_padding_or_of_equal_length(setting: Setting) -> dict[str, Any]:
+    found = {}
+    for name, model in (("masked", _reader(setting, mask_zero=True)), ("equal", _reader(setting, length=5))):
+        trained = fitted_on(model, _texts(), validation_data=_texts())
+        found[name] = {**trained, "predict": model.predict(_texts(), verbose=0)}
+    return found
+
+
+def _hooked(setting: Setting, hook: Callable[[Any], Any]) -> dict[str, Any]:
+    model = compiled(setting, regressor, loss="mse", optimizer=keras.optimizers.SGD(0.05))
+    for variable in model.trainable_variables:
+        variable.value.register_hook(hook)
+    return fitted(model, features(), numbers())
+
+
+@scenario(backends=("torch",), quick=("torch",), error=_refused("would not compute"))
+def gradient_hooks_that_clip(setting: Setting) -> dict[str, Any]:
+    return _hooked(setting, lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+@scenario(backends=("torch",), quick=("torch",))
+def gradient_hooks_that_scale(setting: Setting) -> dict[str, Any]:
+    return _hooked(setting, lambda gradient: 0.5 * gradient)
+
+
+@scenario(backends=("torch",), quick=("torch",))
+def gradients_that_a_callback_reads(setting: Setting) -> dict[str, Any]:
+    model, norms = compiled(setting, regressor, loss="mse"), []
+
+    def read(batch: int, logs: Any) -> None:
+        norms.append([float(weight.value.grad.norm()) for weight in model.trainable_variables])
+
+    found = fitted(model, features(), numbers(), callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=read)])
+    return {**found, "norms": norms}
+
+
+@scenario(backends=("torch",), quick=("torch",))
+def sparse_gradients_of_a_module(setting: Setting) -> dict[str, Any]:
+    import torch
+
+    class Looking(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            table = torch.nn.Embedding(9, 4, sparse=True)
+            torch.nn.init.constant_(table.weight, 0.5)
+            self.table = table
+
+        def call(self, inputs: Any) -> Any:
+            return self.table(inputs)
+
+    def build() -> Any:
+        return keras.Sequential([keras.Input((3,), dtype="int32"), Looking(), layers.Flatten(), layers.Dense(1)])
+
+    model = compiled(setting, build, loss="mse", optimizer=keras.optimizers.SGD(0.05))
+    return fitted(model, labels(3 * 33, 9).reshape(33, 3), numbers())
+
+
+@scenario(backends=("torch",), quick=("torch",))
+def loader_of_bfloat16(setting: Setting) -> dict[str, Any]:
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    data = TensorDataset(torch.tensor(features()).to(torch.bfloat16), torch.tensor(numbers()))
+    return fitted_on(compiled(setting, regressor, loss="mse"), DataLoader(data, batch_size=BATCH))
+
+
+@scenario(backends=("jax",), quick=("jax",))
+def prints_in_a_step_that_needs_the_other_ranks(setting: Setting) -> dict[str, Any]:
+    """A mask does."""
+    import jax
+
+    class Printing(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.supports_masking = True
+
+        def call(self, inputs: Any) -> Any:
+            jax.debug.print("mean {mean}", mean=2 * ops.mean(inputs))
+            return inputs
+
+    def build() -> Any:
+        inputs = keras.Input((3,), dtype="int32")
+        return keras.Model(inputs, layers.Dense(1)(Printing()(layers.Embedding(9, 4, mask_zero=True)(inputs))))
+
+    x = labels(3 * 33, 9).reshape(33, 3)
+    return fitted(compiled(setting, build, loss="mse"), x, numbers(width=3)[..., None])
 
 
 @scenario(plain=False, quick=("torch",))

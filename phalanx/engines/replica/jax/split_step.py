@@ -210,7 +210,7 @@ class SplitStep:
             is_last = number == len(calls)
             wanted = results if is_last else [each for call in calls[number] for each in call.inputs]
             if is_last:
-                wanted = [*wanted, *[each for equation in effects for each in equation.outputs]]
+                wanted = [*wanted, *[each for equation in effects for each in (*equation.outputs, *equation.inputs)]]
             body = self._needed(wanted, maker, done)
             if is_last:
                 body += [equation for equation in effects if equation not in body and not equation.outputs]

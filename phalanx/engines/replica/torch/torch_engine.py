@@ -117,7 +117,12 @@ class TorchEngine(ReplicaEngine):
         gradients = map_non_none(lambda present: self._merge_all(own, present, logs, metrics_before), gradients)
         if self._merge.updates_weights:
             _assign_known(gradients, weights)
-        elif weights:  # as in Keras: loss scaling would count a step without weights as one without an overflow
+            return
+        # Callbacks may read them, such as to log their norm.
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if gradient is not None:
+                weight.value.grad = gradient
+        if weights:  # as in Keras: loss scaling would count a step without weights as one without an overflow
             with torch.no_grad(), self._updates(self._model.optimizer):
                 self._model.optimizer.apply(gradients, weights)
 
@@ -138,7 +143,7 @@ class TorchEngine(ReplicaEngine):
             own.scale_loss(loss).backward()
         with torch.no_grad():
             logs = self._update_metrics(x, y, y_pred, sample_weight)
-            return weights, own.to_merge([weight.value.grad for weight in weights], weights), logs
+            return weights, own.to_merge([_dense(weight.value.grad) for weight in weights], weights), logs
 
     def _update_metrics(self, *batch: Any) -> dict[str, Any]:
         """Add a batch to the metrics. Returns the model's own logs of it."""
@@ -158,6 +163,7 @@ class TorchEngine(ReplicaEngine):
         """Return the merged gradients of some weights, or what replaces them; see `merging_applies`."""
         if self._merge.updates_weights:
             gradients = fill_missing_gradients(gradients, weights)
+        gradients = [_dense(gradient) for gradient in gradients]
         own = [weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is not None]
 
         def merge(present: list[Any]) -> list[Any]:
@@ -275,6 +281,11 @@ def _layer_state(model: Any) -> list[Any]:
 def _to_device(data: Batch) -> Batch:
     converted: Batch = map_leaves(convert_to_tensor, data)
     return converted
+
+
+def _dense(gradient: Any) -> Any:
+    """Return a gradient that can be merged: those of PyTorch's sparse embeddings are sparse tensors."""
+    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _assign_known(values: Sequence[Any], weights: Sequence[Any]) -> None:
