@@ -79,10 +79,9 @@ def _from_torch(tensor: Any) -> Any:
     if str(tensor.dtype) != "torch.bfloat16":
         return tensor.numpy()
     import ml_dtypes
-    import torch
 
-    # NumPy has no bfloat16: the bits are passed as integers of the same width.
-    return tensor.contiguous().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    # PyTorch cannot pass bfloat16 to NumPy. float32 has all of its values.
+    return tensor.float().numpy().astype(ml_dtypes.bfloat16)
 
 
 def _of_equal_rows(ragged: Any) -> Any:

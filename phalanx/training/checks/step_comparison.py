@@ -260,10 +260,15 @@ class StepComparison:
 def advice_on_layers(model: Any) -> str:
     """Advice for a program in which the model, rather than a custom step, relates samples."""
     own = model_state.custom_layers(model)
-    if padding := [repr(layer.name) for layer in own if model_state.pads_to_batch(layer)]:
+    if own and all(map(model_state.pads_to_batch, own)):
         return (
-            f"{padding[0]} pads texts to the longest one of a batch, and the model computes something of the padding. "
-            f"Create it with output_sequence_length=N, or mask the padding: keras.layers.Embedding(mask_zero=True)."
+            f"{own[0].name!r} pads texts to the longest one of a batch, and the model uses the padding. Create it with "
+            f"output_sequence_length=N, or mask the padding: keras.layers.Embedding(mask_zero=True)."
+        )
+    if not own and model_state.has_gradient_hooks(model):
+        return (
+            "So a hook on the gradients of a weight does more than scale them, and gets those of a replica's part of "
+            "the batch. Clip with the optimizer (clipnorm, clipvalue), which gets those of the global batch."
         )
     names = list(dict.fromkeys(repr(layer.name) for layer in own))
     listed = f"{'one of ' if len(names) > 1 else ''}{', '.join(names)}"

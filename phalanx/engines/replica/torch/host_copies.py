@@ -36,8 +36,9 @@ def from_host(array: Array, device: Any = None) -> Any:
 
 
 def all_to_host(tensors: Sequence[Any]) -> list[Array]:
-    """Copy tensors to the host as `to_host` does, but much faster from a GPU."""
-    return [to_host(tensor) for tensor in pinned_memory.copy_to_host(tensors)]
+    """Copy tensors to the host as `to_host` does, but much faster from a GPU. Sparse gradients become dense."""
+    dense = [tensor if tensor.layout is torch.strided else tensor.to_dense() for tensor in tensors]
+    return [to_host(tensor) for tensor in pinned_memory.copy_to_host(dense)]
 
 
 def all_from_host(arrays: Sequence[Array], device: Any) -> list[Any]:

@@ -143,7 +143,7 @@ class TorchEngine(ReplicaEngine):
             own.scale_loss(loss).backward()
         with torch.no_grad():
             logs = self._update_metrics(x, y, y_pred, sample_weight)
-            return weights, own.to_merge([_dense(weight.value.grad) for weight in weights], weights), logs
+            return weights, own.to_merge([weight.value.grad for weight in weights], weights), logs
 
     def _update_metrics(self, *batch: Any) -> dict[str, Any]:
         """Add a batch to the metrics. Returns the model's own logs of it."""
@@ -163,7 +163,6 @@ class TorchEngine(ReplicaEngine):
         """Return the merged gradients of some weights, or what replaces them; see `merging_applies`."""
         if self._merge.updates_weights:
             gradients = fill_missing_gradients(gradients, weights)
-        gradients = [_dense(gradient) for gradient in gradients]
         own = [weight for weight, gradient in zip(weights, gradients, strict=True) if gradient is not None]
 
         def merge(present: list[Any]) -> list[Any]:
@@ -281,11 +280,6 @@ def _layer_state(model: Any) -> list[Any]:
 def _to_device(data: Batch) -> Batch:
     converted: Batch = map_leaves(convert_to_tensor, data)
     return converted
-
-
-def _dense(gradient: Any) -> Any:
-    """Return a gradient that can be merged: those of PyTorch's sparse embeddings are sparse tensors."""
-    return gradient if gradient is None or gradient.layout is torch.strided else gradient.to_dense()
 
 
 def _assign_known(values: Sequence[Any], weights: Sequence[Any]) -> None:
